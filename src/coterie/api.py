@@ -1,0 +1,352 @@
+"""Coterie from Python: `run`, `Result`, and opening a run again."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import coterie
+from coterie.algorithm import Algorithm, find_algorithm
+from coterie.block import Task
+from coterie.config import Experiment, merge, resolve
+from coterie.engine import Engine
+from coterie.engines import make_engine
+from coterie.errors import ConfigError, MissingExtra, RunError
+from coterie.federation import Federation
+from coterie.local import SGD
+from coterie.models import Builder, build_model, import_object
+from coterie.network import LOSSES, Layout, Loss, flatten, state_dict
+from coterie.randomness import Rng
+from coterie.runs import RunFolder
+from coterie.settings import check, values_of
+from coterie.train import Observer, Row, Schedule, Trainer
+
+
+class Result:
+    """A finished run: its numbers, its clusters, and everyone's model."""
+
+    def __init__(self, trainer: Trainer, summary: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self.summary = summary
+
+    @property
+    def path(self) -> Path | None:
+        """The run folder, if there is one."""
+        return None if self._trainer.folder is None else self._trainer.folder.path
+
+    @property
+    def rows(self) -> list[Row]:
+        """The numbers of every round."""
+        return self._trainer.progress.rows
+
+    @property
+    def labels(self) -> Tensor:
+        """The cluster of each client, int64 [N]; -1: not met."""
+        return torch.from_numpy(self._trainer.progress.labels[-1])
+
+    @property
+    def clusters(self) -> dict[str, int]:
+        """The cluster of each client, by name."""
+        return dict(zip(self._trainer.federation.names, self.labels.tolist(), strict=True))
+
+    @property
+    def centers(self) -> Tensor:
+        """The models of the clusters, [K, P]."""
+        centers: Tensor = self._trainer.state.centers
+        return centers
+
+    def personal_model(self, client: str | int) -> nn.Module:
+        """A copy of the network with the weights this client is served with, adapted where the method adapts."""
+        names = self._trainer.federation.names
+        number = names.index(client) if isinstance(client, str) and client in names else client
+        if not isinstance(number, int) or not 0 <= number < len(names):
+            raise ConfigError(f"There is no client {client!r}; clients are {names[0]} ... {names[-1]}.")
+        module = copy.deepcopy(self._trainer.engine.task.module)
+        module.load_state_dict(state_dict(module, personal_vector(self._trainer, number)))
+        return module.eval()
+
+    def assign(self, new_clients: Federation) -> Tensor:
+        """The cluster of each client of another federation, found by this run's own rule; int64 [n]."""
+        engine = self._trainer.engine
+        fresh = make_engine(
+            "vectorized", engine.task, new_clients, str(engine.device), {"precision": str(engine.dtype)[6:]}
+        )
+        rng = Rng.seed(self._trainer.schedule.seed).at("assign")
+        return self._trainer.algorithm.assign(self._trainer.state, fresh, fresh.everyone(), rng)
+
+    def frame(self, of: str = "rounds") -> Any:
+        """A pandas table of the rounds, or (`of="clients"`) of the clients."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingExtra("Result.frame()", "report") from error
+        if of == "rounds":
+            return pandas.json_normalize(self.rows)
+        if of == "clients":
+            arrays = self._trainer.client_arrays()
+            last = {k: v[-1] if v.ndim == 2 else v for k, v in arrays.items() if k != "round"}
+            return pandas.DataFrame(last | {"cluster": self.labels.numpy()})
+        raise ConfigError(f"frame(of=...) takes 'rounds' or 'clients'. Got {of!r} instead.")
+
+    def __repr__(self) -> str:
+        accuracy = self.summary["accuracy"]
+        score = f"accuracy {accuracy['macro']:.4f}" if accuracy else "no classes"
+        return f"<Result of {self.summary['algorithm']} on {self.summary['dataset']}: {score}>"
+
+
+def personal_vector(trainer: Trainer, client: int) -> Tensor:
+    """The flat model [P] that a client is served with."""
+    from coterie.block import adapt, own_model
+
+    who = torch.tensor([client])
+    personal = trainer.algorithm.personal(trainer.state, who)
+    if personal.adapt is None and personal.models is not None and personal.refs is not None:
+        return personal.models[personal.refs[0]]
+    step = own_model if personal.adapt is None else adapt
+    rng = Rng.seed(trainer.schedule.seed).at("personal")
+    trainer.engine.begin(trainer.progress.round, "evaluate")
+    call = trainer.engine.call(step, who, models=personal.models, refs=personal.refs, work=personal.adapt, rng=rng)
+    return next(iter(call)).answer.params[0]
+
+
+def run(
+    algorithm: Algorithm | str = "fesem",
+    data: Federation | str = "rotated-digits",
+    model: str | Builder | None = None,
+    *,
+    rounds: int = 20,
+    work: SGD | None = None,
+    seed: int = 0,
+    participation: float = 1.0,
+    loss: str | Loss = "cross_entropy",
+    engine: str = "vectorized",
+    device: str = "auto",
+    engine_settings: Mapping[str, Any] | None = None,
+    evaluate_every: int = 1,
+    checkpoint_every: float = 30.0,
+    out: str | Path | None = None,
+    name: str | None = None,
+    observer: Observer | None = None,
+) -> Result:
+    """Train and give back the result.
+
+    `data` is a federation or the name of a dataset, `model` a name or a callable that makes an nn.Module;
+    a named dataset brings the model and the work that suit it. With `out` the run is kept in a folder there.
+
+    >>> result = run("fesem", "rotated-digits", rounds=3, seed=1)
+    >>> result.summary["ari"], result.centers.shape[0]
+    (1.0, 4)
+    >>> result.personal_model("r090-000")(torch.zeros(1, 1, 8, 8)).shape
+    torch.Size([1, 10])
+    """
+    schedule = Schedule(rounds, participation, seed, evaluate_every, checkpoint_every)
+    check(schedule)
+    chosen = find_algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
+    if isinstance(data, str):
+        experiment = resolve(merge({"run": {"dataset": data, "seed": seed}}))
+        federation, name_of_data = experiment.federation(), data
+        model = experiment.model if model is None else model
+        settings = experiment.model_settings if model == experiment.model else {}
+        work = experiment.work if work is None else work
+    else:
+        federation, name_of_data, settings = data, data.name, {}
+        model = "mlp" if model is None else model
+        work = SGD() if work is None else work
+    setup = Setup(
+        algorithm=chosen,
+        algorithm_name=chosen.key,
+        federation=federation,
+        dataset_name=name_of_data,
+        model=model,
+        model_settings=settings,
+        work=work,
+        loss=loss,
+        schedule=schedule,
+        engine=engine,
+        device=device,
+        engine_settings=dict(engine_settings or {}),
+    )
+    folder = None
+    if out is not None:
+        folder = RunFolder.create(Path(out), name, setup.default_name, setup.tables())
+    return execute(setup, folder, observer)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run ready to go: everything resolved, data loaded."""
+
+    algorithm: Algorithm
+    algorithm_name: str
+    federation: Federation
+    dataset_name: str
+    model: str | Builder
+    model_settings: Mapping[str, Any]
+    work: SGD
+    loss: str | Loss
+    schedule: Schedule
+    engine: str
+    device: str
+    engine_settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> Setup:
+        """Load the data of a resolved experiment."""
+        return cls(
+            algorithm=experiment.algorithm,
+            algorithm_name=experiment.algorithm_name,
+            federation=experiment.federation(),
+            dataset_name=experiment.dataset,
+            model=experiment.model,
+            model_settings=experiment.model_settings,
+            work=experiment.work,
+            loss=experiment.loss,
+            schedule=experiment.schedule,
+            engine=experiment.engine,
+            device=experiment.device,
+            engine_settings=experiment.engine_settings,
+        )
+
+    @property
+    def model_name(self) -> str:
+        """The network in words."""
+        return self.model if isinstance(self.model, str) else getattr(self.model, "__name__", "own model")
+
+    @property
+    def default_name(self) -> str:
+        """What the run is called if the user does not say."""
+        data = Path(self.dataset_name).stem
+        algorithm = self.algorithm_name.replace(":", "-")
+        return f"{data}-{algorithm}-s{self.schedule.seed}"
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The settings of a run that was started from Python."""
+        loss = self.loss if isinstance(self.loss, str) else getattr(self.loss, "__name__", "own loss")
+        head = {
+            "algorithm": self.algorithm_name,
+            "dataset": self.dataset_name,
+            "model": self.model_name,
+            "loss": loss,
+            "engine": self.engine,
+            "device": self.device,
+        }
+        return {
+            "run": {**head, **values_of(self.schedule), "from_python": True},
+            "algorithm": values_of(self.algorithm),
+            "work": values_of(self.work),
+            "model": dict(self.model_settings),
+            "engine": dict(self.engine_settings),
+        }
+
+    def task(self) -> Task:
+        """The network with its first weights, the loss, the work."""
+        rng = Rng.seed(self.schedule.seed).at("model")
+        data = self.federation
+
+        outputs = data.num_classes or (1 if data.y.dim() == 1 else int(data.y[0].numel()))
+
+        def make(point: Rng) -> nn.Module:
+            return build_model(self.model, self.model_settings, data.input_shape, outputs, point)
+
+        module = make(rng)
+        return Task(
+            module=module,
+            layout=Layout.of(module),
+            initial=flatten(module),
+            loss=find_loss(self.loss),
+            num_classes=data.num_classes,
+            work=self.work,
+            draw=lambda point: flatten(make(point)),
+        )
+
+
+def find_loss(loss: str | Loss) -> Loss:
+    """The loss of a name, of `module:callable`, or the callable itself."""
+    if callable(loss):
+        return loss
+    if loss in LOSSES:
+        return LOSSES[loss]
+    found: Loss = import_object(loss, "loss")
+    return found
+
+
+def execute(
+    setup: Setup,
+    folder: RunFolder | None = None,
+    observer: Observer | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Result:
+    """Run to the end, from the beginning or from the folder's last whole checkpoint."""
+    check(setup.work)
+    if folder is None:
+        return _train(setup, None, observer, should_stop)
+    with folder.held():
+        return _train(setup, folder, observer, should_stop)
+
+
+def _train(
+    setup: Setup, folder: RunFolder | None, observer: Observer | None, should_stop: Callable[[], bool]
+) -> Result:
+    digest = setup.federation.digest()
+    chosen: dict[str, Any] = {}
+    if folder is not None:
+        before = folder.read_json("environment.json")
+        if before is not None:
+            if before["digest"] != digest:
+                raise RunError(f"The data of {folder.path} has changed since the run began; it cannot be resumed.")
+            chosen = {k: v for k, v in before["plan"].items() if k in ("chunk", "memory", "precision")}
+    engine = make_engine(setup.engine, setup.task(), setup.federation, setup.device, chosen | setup.engine_settings)
+    trainer = Trainer(
+        setup.algorithm, engine, setup.federation, setup.schedule, folder, observer, should_stop
+    )
+    if folder is not None:
+        folder.write_json("environment.json", environment(engine, digest))
+        checkpoint, problems = folder.load_checkpoint()
+        engine.notes += problems
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        else:
+            folder.cut_rows(0)
+    trainer.run()
+    summary = {
+        "algorithm": setup.algorithm_name,
+        "dataset": setup.dataset_name,
+        "model": setup.model_name,
+        **trainer.summary(),
+        "engine": setup.engine,
+        "device": str(engine.device),
+        "plan": engine.describe(),
+        "digest": digest,
+    }
+    if folder is not None:
+        summary["path"] = str(folder.path)
+        folder.write_json("artifacts/failures.json", [vars(failure) for failure in engine.failures])
+        folder.write_json("summary.json", summary)
+    return Result(trainer, summary)
+
+
+def environment(engine: Engine, digest: str) -> dict[str, Any]:
+    """Where and with what a run was made."""
+    return {
+        "coterie": coterie.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "plan": engine.describe(),
+        "notes": list(engine.notes),
+        "digest": digest,
+    }

@@ -1,0 +1,551 @@
+"""What a client can do, written for c clients at once: every tensor has a leading axis c.
+
+A client step is a small function `step(block, models, work, **payload) -> Answer`. On Flower and in the loop
+engine c is 1; in the vectorized engine it is the chunk. The engines differ only in the kernel, which
+computes gradients and outputs for a stack of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from coterie.errors import ConfigError, ModelError
+from coterie.federation import Federation, Split, SplitName
+from coterie.local import SGD, Stack
+from coterie.network import Layout, Loss, Network
+from coterie.randomness import Rng, mix, permutations
+from coterie.transforms import apply_view
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned: a network, a loss, and how a client works on it."""
+
+    module: nn.Module
+    layout: Layout
+    initial: Tensor  # [P], the common start of the run, on the CPU
+    loss: Loss
+    num_classes: int  # 0 for regression
+    work: SGD
+    draw: Callable[[Rng], Tensor]  # other first weights of the same network, [P]
+
+
+class Answer(dict[str, Tensor]):
+    """Named tensors [c, ...], one row for each client; `answer.params` is `answer["params"]`."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        super().__init__(tensors)
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the answer has no '{name}'; it has {', '.join(self)}") from None
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models that the clients of a block were sent: rows of a table."""
+
+    table: Tensor  # [M, P]
+    refs: Tensor  # [c] one each, or [c, m] several
+
+    def rows(self) -> Tensor:
+        """One model each, [c, P]."""
+        if self.refs.dim() != 1:
+            raise ConfigError("These clients were sent several models each; choose one with take(models, choice).")
+        return self.table[self.refs]
+
+
+def take(models: Models, choice: Tensor) -> Tensor:
+    """The chosen one of several models of each client: choice [c] in range(m) -> [c, P]."""
+    return models.table[models.refs.gather(1, choice.to(models.refs.device).unsqueeze(1)).squeeze(1)]
+
+
+class Kernel(Protocol):
+    """How a stack of c models is computed; what tells the engines apart."""
+
+    def gradients(
+        self, params: Stack, buffers: Stack, x: Tensor, y: Tensor, mask: Tensor | None, keys: Tensor
+    ) -> Stack:
+        """Gradients of each model's mean loss over its batch [c, B, ...]; float buffers are updated in place."""
+        ...
+
+    def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
+        """Outputs [c, n, ...] of models [c, P] for inputs [c, n, ...], in eval mode."""
+        ...
+
+
+class Memory(Protocol):
+    """Named tensors that stay with the clients of a block."""
+
+    def get(self, name: str, default: Tensor) -> Tensor:
+        """What the clients remember, [c, ...]; `default` (broadcast) for those that remember nothing."""
+        ...
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Let the clients remember [c, ...]."""
+        ...
+
+
+class DeviceData:
+    """The packed samples of a federation on a device; batches are gathered by row and seen through views."""
+
+    def __init__(self, federation: Federation, device: torch.device, dtype: torch.dtype) -> None:
+        self.federation = federation
+        self.x = federation.x.to(device)
+        self.y = federation.y.to(device)
+        if self.y.is_floating_point():
+            self.y = self.y.to(dtype)
+        self.device, self.dtype = device, dtype
+        names: tuple[SplitName, ...] = ("train", "valid", "test")
+        self._index = {name: federation.split(name).index.to(device) for name in names}
+
+    def index(self, split: SplitName) -> Tensor:
+        """Rows of all shards of a split, on the device."""
+        return self._index[split]
+
+    def gather(self, rows: Tensor, view: Tensor) -> tuple[Tensor, Tensor]:
+        """Samples of rows [c, n] as c clients of these views (a CPU tensor [c]) see them."""
+        x = self.x[rows]
+        x = x.to(self.dtype)
+        if self.federation.mean != 0.0 or self.federation.std != 1.0:
+            x = (x - self.federation.mean) / self.federation.std
+        y = self.y[rows]
+        present = view.unique().tolist()
+        for number in present:
+            transforms = self.federation.views[number]
+            if not transforms:
+                continue
+            who = slice(None) if len(present) == 1 else (view == number).nonzero().flatten().to(self.device)
+            seen_x, seen_y = apply_view(transforms, x[who].flatten(0, 1), y[who].flatten(0, 1))
+            x[who] = seen_x.reshape(-1, *x.shape[1:])
+            y[who] = seen_y.reshape(-1, *y.shape[1:])
+        return x, y
+
+
+class Block:
+    """c clients that do the same thing at once."""
+
+    def __init__(
+        self,
+        clients: Tensor,
+        data: DeviceData,
+        task: Task,
+        kernel: Kernel,
+        memory: Memory,
+        rng: Rng,
+        samples_at_once: int,
+    ) -> None:
+        self.clients = clients  # int64 [c], on the CPU
+        self.task = task
+        self.memory = memory
+        self._data = data
+        self._kernel = kernel
+        self._keys = rng.keys(data.federation.keys[clients].to(data.device))  # [c]
+        self._at_once = samples_at_once
+        self._view = data.federation.view_of(clients)  # [c]
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    @property
+    def samples(self) -> Tensor:
+        """Number of training samples of each client, int64 [c], on the device."""
+        return self._sizes("train").to(self._data.device)
+
+    @property
+    def initial(self) -> Tensor:
+        """The common start of the run, which every client can make by itself: [c, P]."""
+        return self.task.initial.to(self._data.device, self._data.dtype).expand(len(self), -1)
+
+    def rng(self, purpose: str) -> Tensor:
+        """One random key for each client, for this purpose in this call: int64 [c]."""
+        return mix(self._keys ^ Rng(0).at(purpose).key)
+
+    # ---- training ----
+
+    def train(self, start: Tensor, work: SGD, **extras: Tensor) -> Tensor:
+        """Train from `start` [c, P] on the clients' own samples; the trained models [c, P].
+
+        `extras` are per-client tensors [c, ...] that the work knows (`prox`).
+        """
+        plan = _BatchPlan(self._sizes("train"), work)
+        order = plan.order.to(start.device)
+        layout = self.task.layout
+        begun = start[order]
+        tensors = {name: t.clone() for name, t in layout.unpack(begun).items()}
+        params = [tensors[slot.name] for slot in layout.parameters]
+        buffers = [tensors[slot.name] for slot in layout.buffers]
+        named = layout.unpack(begun) if work.anchored else {}
+        anchor = [named[slot.name] for slot in layout.parameters] if work.anchored else []
+        del begun
+        extras = {name: value[order] for name, value in extras.items()}
+        velocity = [torch.zeros_like(p) for p in params] if work.momentum else None
+        batches = [_Batches(self, plan, work, stream) for stream in range(work.streams)]
+        step_keys = self.rng("dropout")[order]
+
+        for step in range(plan.num_steps):
+            active = plan.active(step)  # clients that are still at work: a prefix, by the order
+            now = [p[:active] for p in params]
+            kept = [b[:active] for b in buffers]
+            keys = mix(step_keys[:active] + step)
+
+            def gradient(at: Any, stream: int, step: int = step, kept: Stack = kept, keys: Tensor = keys) -> Stack:
+                x, y, mask = batches[stream].at(step)
+                return self._kernel.gradients(list(at), kept, x, y, mask, keys)
+
+            direction = work.direction(
+                gradient, now, [a[:active] for a in anchor], {n: e[:active] for n, e in extras.items()}
+            )
+            work.step(now, direction, None if velocity is None else [v[:active] for v in velocity])
+        trained = layout.pack(tensors)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return trained[back]
+
+    def gradient(self, params: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradient of the mean loss over all training samples, and the float buffers after it.
+
+        Both are [c, P]-shaped parts of the vector: gradient [c, num_parameters], buffers [c, rest].
+        """
+        one = SGD(lr=1.0, epochs=1, batch_size="full")
+        moved = self.train(params, one)
+        cut = self.task.layout.num_parameters
+        return params[:, :cut] - moved[:, :cut], moved[:, cut:]
+
+    # ---- looking ----
+
+    def outputs(self, params: Tensor, x: Tensor) -> Tensor:
+        """Outputs [c, n, ...] of models [c, P] for the same inputs [n, ...], in eval mode."""
+        pieces = max(1, self._at_once // max(1, len(params)))
+        found = [self._kernel.outputs(params, part.expand(len(params), *part.shape)) for part in x.split(pieces)]
+        return torch.cat(found, dim=1)
+
+    def label_counts(self) -> Tensor:
+        """Number of training samples of each class: int64 [c, L]."""
+        counts = []
+        for position in range(len(self)):
+            rows = self._data.index("train")[self._shard_range("train", position)]
+            _, y = self._data.gather(rows.unsqueeze(0), self._view[position : position + 1])
+            counts.append(torch.bincount(y.flatten(), minlength=self.task.num_classes))
+        return torch.stack(counts)
+
+    def losses(self, models: Models | Tensor, split: SplitName = "train") -> Tensor:
+        """Mean loss of each client's samples under its model [c], or under each of several [c, m]."""
+        return self._scores(models, split)["loss"]
+
+    def evaluate(self, models: Models | Tensor, split: SplitName = "test") -> dict[str, Tensor]:
+        """Scores of each client's model, [c] each: samples, loss, and for classes accuracy and F1.
+
+        F1 is macro over the classes the client holds; with two classes, that of class 1.
+        A client without samples in the split scores 0 with samples = 0.
+        """
+        return self._scores(models, split)
+
+    def _scores(self, models: Models | Tensor, split: SplitName) -> dict[str, Tensor]:
+        if isinstance(models, Tensor):
+            models = Models(models, torch.arange(len(self), device=models.device))
+        shape = models.refs.shape
+        per_client = 1 if models.refs.dim() == 1 else shape[1]
+        shard = self._split(split).shard[self.clients]
+        pairs = torch.stack(
+            [
+                models.refs.cpu().reshape(-1),
+                shard.repeat_interleave(per_client),
+                self._view.repeat_interleave(per_client),
+            ],
+            dim=1,
+        )  # [c * m, 3]: model, shard, view
+        unique, inverse = torch.unique(pairs, dim=0, return_inverse=True)  # sorted by model
+        scores = _Scores(self.task.num_classes, self.task.loss, self._data.device)
+        for some, outputs, y, lengths in self._forward(models.table, unique, split):
+            scores.add(outputs, y, lengths, len(some))
+        back = inverse.to(self._data.device)
+        return {name: values[back].reshape(shape) for name, values in scores.result().items()}
+
+    def _forward(
+        self, table: Tensor, pairs: Tensor, split: SplitName
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Run each (model, shard, view) once: yields pairs, outputs [n, ...], labels [n], lengths, in order."""
+        offsets = self._split(split).offsets
+        sizes = offsets.diff()[pairs[:, 1]]
+        distinct = len(pairs[:, 0].unique())
+        if distinct == len(pairs) and distinct > 1:
+            yield from self._forward_own(table, pairs, split, sizes)
+            return
+        for model in pairs[:, 0].unique().tolist():
+            mine = pairs[:, 0] == model
+            some, lengths = pairs[mine], sizes[mine]
+            rows = torch.cat([self._data.index(split)[offsets[s] : offsets[s + 1]] for s in some[:, 1].tolist()])
+            view = some[:, 2].repeat_interleave(lengths)  # one for each sample
+            found, labels = [], []
+            for part in torch.arange(len(rows)).split(self._at_once) if len(rows) else [torch.arange(0)]:
+                x, y = self._data.gather(rows[part.to(rows.device)].unsqueeze(1), view[part])
+                found.append(self._kernel.outputs(table[model : model + 1], x.transpose(0, 1))[0])
+                labels.append(y[:, 0])
+            yield some, torch.cat(found), torch.cat(labels), lengths
+
+    def _forward_own(
+        self, table: Tensor, pairs: Tensor, split: SplitName, sizes: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """As `_forward`, where every pair has a model of its own: stacked, in padded pieces."""
+        offsets = self._split(split).offsets
+        longest = max(1, int(sizes.max()))
+        for some in torch.arange(len(pairs)).split(max(1, self._at_once // longest)):
+            lengths = sizes[some]
+            width = max(1, int(lengths.max()))
+            place = torch.arange(width)
+            inside = place < lengths.unsqueeze(1)  # [u, width]
+            where = (offsets[pairs[some, 1]].unsqueeze(1) + place).where(inside, torch.zeros(1, dtype=torch.int64))
+            rows = self._data.index(split)[where.to(self._data.device)]
+            x, y = self._data.gather(rows, pairs[some, 2])
+            outputs = self._kernel.outputs(table[pairs[some, 0].to(table.device)], x)
+            real = inside.to(self._data.device)
+            yield pairs[some], outputs[real], y[real], lengths
+
+    # ---- shards ----
+
+    def _split(self, split: SplitName) -> Split:
+        return self._data.federation.split(split)
+
+    def _sizes(self, split: SplitName) -> Tensor:
+        return self._split(split).sizes[self.clients]
+
+    def _shard_range(self, split: SplitName, position: int) -> slice:
+        which = self._split(split)
+        shard = int(which.shard[self.clients[position]])
+        return slice(int(which.offsets[shard]), int(which.offsets[shard + 1]))
+
+
+class _BatchPlan:
+    """How many steps each client makes, and how many samples each step takes; known without any data."""
+
+    def __init__(self, sizes: Tensor, work: SGD) -> None:
+        batch = sizes if work.batch_size == "full" else torch.full_like(sizes, int(work.batch_size))
+        per_epoch = -(-sizes // batch)
+        steps = per_epoch * work.epochs if work.steps is None else torch.full_like(sizes, work.steps)
+        self.order = torch.argsort(steps, descending=True, stable=True)  # the busiest first
+        self.sizes = sizes[self.order]
+        self.per_epoch = per_epoch[self.order]
+        self.steps = steps[self.order]
+        self.batch = batch[self.order]
+        self.num_steps = int(self.steps.max())
+
+    def active(self, step: int) -> int:
+        """Number of clients that still work at this step; they come first in the order."""
+        return int((self.steps > step).sum())
+
+    def counts(self, step: int) -> Tensor:
+        """Samples of each active client's batch."""
+        active = self.active(step)
+        done = (step % self.per_epoch[:active]) * self.batch[:active]
+        return torch.minimum(self.batch[:active], self.sizes[:active] - done)
+
+
+class _Batches:
+    """The batches of one stream: for every epoch a new permutation of each client's samples."""
+
+    def __init__(self, block: Block, plan: _BatchPlan, work: SGD, stream: int) -> None:
+        self._data = block._data
+        self._plan = plan
+        device = block._data.device
+        clients = block.clients[plan.order]
+        split = block._split("train")
+        self._view = block._data.federation.view_of(clients)
+        self._start = split.offsets[split.shard[clients]].to(device)  # [c]
+        self._per_epoch = plan.per_epoch.to(device)
+        self._batch = plan.batch.to(device)
+        self._sizes = plan.sizes.to(device)
+        self._keys = None if work.batch_size == "full" else block.rng(f"batches {stream}")[plan.order.to(device)]
+        self._epoch: dict[int, Tensor] = {}
+        self._made: tuple[int, tuple[Tensor, Tensor, Tensor | None]] | None = None
+
+    def at(self, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Inputs [a, B, ...], labels [a, B] and mask [a, B] (None if all rows are real) of the active clients."""
+        if self._made is None or self._made[0] != step:
+            self._made = (step, self._make(step))
+        return self._made[1]
+
+    def _make(self, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        counts = self._plan.counts(step)
+        active, width = len(counts), int(counts.max())
+        device = self._start.device
+        place = torch.arange(width, device=device)
+        position = (step % self._per_epoch[:active] * self._batch[:active]).unsqueeze(1) + place  # [a, B]
+        position = torch.minimum(position, self._sizes[:active].unsqueeze(1) - 1)
+        if self._keys is not None:
+            position = self._shuffled(step, position)
+        rows = self._data.index("train")[self._start[:active].unsqueeze(1) + position]
+        x, y = self._data.gather(rows, self._view[:active])
+        if bool((counts == width).all()):
+            return x, y, None
+        mask = place < counts.to(device).unsqueeze(1)
+        return x, y, mask.to(self._data.dtype)
+
+    def _shuffled(self, step: int, position: Tensor) -> Tensor:
+        """Positions within an epoch -> positions within the shard, by each client's own epoch."""
+        active = len(position)
+        epochs = step // self._plan.per_epoch[:active]
+        shuffled = torch.empty_like(position)
+        for epoch in epochs.unique().tolist():
+            if epoch not in self._epoch:
+                # Clients are at different epochs at the same step; each epoch is drawn once for all.
+                assert self._keys is not None
+                self._epoch[epoch] = permutations(mix(self._keys + epoch), self._plan.sizes)
+            who = (epochs == epoch).nonzero().flatten().to(position.device)
+            shuffled[who] = self._epoch[epoch][who].gather(1, position[who])
+        for old in [e for e in self._epoch if e < int(epochs.min())]:
+            del self._epoch[old]
+        return shuffled
+
+
+class _Scores:
+    """Sums up losses, hits and class counts over (model, shard) pairs, in order."""
+
+    def __init__(self, num_classes: int, loss: Loss, device: torch.device) -> None:
+        self._classes, self._loss, self._device = num_classes, loss, device
+        self._parts: dict[str, list[Tensor]] = {"samples": [], "loss": [], "accuracy": [], "f1": []}
+
+    def add(self, outputs: Tensor, y: Tensor, lengths: Tensor, count: int) -> None:
+        """Add `count` pairs whose samples come one after the other, `lengths` of each."""
+        lengths = lengths.to(self._device)
+        divisor = lengths.clamp_min(1)
+        losses = self._loss(outputs, y).double()
+        self._parts["samples"].append(lengths)
+        self._parts["loss"].append(_segment_sums(losses, lengths) / divisor)
+        if not self._classes:
+            return
+        guess = outputs.flatten(1).argmax(1)
+        hit = guess == y
+        self._parts["accuracy"].append(_segment_sums(hit.double(), lengths) / divisor)
+        segment = torch.repeat_interleave(torch.arange(count, device=self._device), lengths)
+        wide = max(self._classes, outputs.shape[1])
+
+        def count_by_class(which: Tensor) -> Tensor:
+            return torch.bincount(which, minlength=count * wide).reshape(count, wide).double()
+
+        actual = count_by_class(segment * wide + y)
+        guessed = count_by_class(segment * wide + guess)
+        right = count_by_class((segment * wide + y)[hit])
+        f1 = 2 * right / (actual + guessed).clamp_min(1)  # [count, wide]
+        if self._classes == 2:
+            self._parts["f1"].append(f1[:, 1])
+        else:
+            held = actual > 0
+            self._parts["f1"].append((f1 * held).sum(1) / held.sum(1).clamp_min(1))
+
+    def result(self) -> dict[str, Tensor]:
+        """One value for each pair."""
+        return {name: torch.cat(parts) for name, parts in self._parts.items() if parts}
+
+
+def _segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    return torch.segment_reduce(values, "sum", lengths=lengths, initial=0.0)
+
+
+ClientStep = Callable[..., Answer]
+
+_STEPS: dict[str, ClientStep] = {}
+
+
+def client_step(function: ClientStep) -> ClientStep:
+    """Decorator: a client step, found by its name wherever the package is installed; code never travels."""
+    _STEPS[step_name(function)] = function
+    return function
+
+
+def step_name(function: ClientStep) -> str:
+    """`module:function`, the name a step has on the wire."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def find_step(name: str) -> ClientStep:
+    """The registered step of that name; only registered functions are ever called by name."""
+    if name not in _STEPS:
+        import importlib
+
+        importlib.import_module(name.partition(":")[0])
+    if name not in _STEPS:
+        raise ConfigError(f"There is no client step '{name}' here; is the package that defines it installed?")
+    return _STEPS[name]
+
+
+# ---- ready-made steps ----
+
+OWN_MODEL = "model"
+"""The name under which a client remembers a model of its own."""
+
+
+@client_step
+def train(block: Block, models: Models, work: SGD) -> Answer:
+    """Train the model that was sent."""
+    return Answer(params=block.train(models.rows(), work), samples=block.samples)
+
+
+@client_step
+def evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
+    """Scores on the client's test samples: of the model that was sent, or of its own if none was."""
+    return Answer(**block.evaluate(_sent_or_own(block, models)))
+
+
+@client_step
+def adapt_and_evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
+    """As `evaluate`, after adapting the model on the client's training samples."""
+    return Answer(**block.evaluate(adapt(block, models, work).params))
+
+
+@client_step
+def adapt(block: Block, models: Models | None, work: SGD) -> Answer:
+    """The client's personal model: the one that was sent, or its own, after some work on its training samples."""
+    return Answer(params=block.train(own_model(block, models, work).params, work))
+
+
+@client_step
+def own_model(block: Block, models: Models | None, work: SGD) -> Answer:
+    """The client's personal model as it is."""
+    found = _sent_or_own(block, models)
+    return Answer(params=found.rows() if isinstance(found, Models) else found)
+
+
+@client_step
+def label_counts(block: Block, models: Models | None, work: SGD) -> Answer:
+    """How many training samples of each class the client has."""
+    return Answer(counts=block.label_counts())
+
+
+def _sent_or_own(block: Block, models: Models | None) -> Models | Tensor:
+    return block.memory.get(OWN_MODEL, block.initial) if models is None else models
+
+
+def check_network(network: Network, task: Task, federation: Federation) -> None:
+    """Refuse early, in one sentence, a network that cannot take the data or name all classes."""
+    name = type(task.module).__name__
+    x, y = federation.samples(0)
+    x = x[:2].to(network.device, network.dtype)
+    try:
+        with torch.no_grad():
+            outputs = network(task.layout.unpack(task.initial.to(network.device, network.dtype)), x)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"{name} cannot take samples of shape {federation.input_shape}: {reason}") from error
+    if outputs.shape[0] != len(x):
+        raise ModelError(f"{name} gives {tuple(outputs.shape)} for {len(x)} samples; the first axis must stay.")
+    if task.num_classes and (outputs.dim() < 2 or outputs.shape[1] < task.num_classes):
+        raise ModelError(
+            f"{name} has {outputs.shape[1] if outputs.dim() > 1 else 1} outputs, but {federation.name} has labels "
+            f"up to {task.num_classes - 1}: it needs {task.num_classes} outputs."
+        )
+    try:
+        losses = task.loss(outputs, y[:2].to(network.device))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"The loss cannot take outputs of shape {tuple(outputs.shape)}: {reason}") from error
+    if losses.shape != (len(x),):
+        raise ModelError(f"The loss must give one number for each sample. Got shape {tuple(losses.shape)} instead.")
+

@@ -1,0 +1,66 @@
+"""The command `coterie`: wires the verbs, prints one sentence for every error, sets exit codes."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+from rich.console import Console
+
+from coterie.cli import compare, lists, run
+from coterie.errors import CoterieError
+
+app = typer.Typer(
+    name="coterie",
+    help="Clustered, personalized federated learning: K models for K kinds of client.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("run")(run.run)
+app.command("resume")(run.resume)
+app.command("show")(run.show)
+app.command("compare")(compare.compare)
+app.command("list")(lists.list_things)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import coterie
+
+        print(coterie.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Clustered, personalized federated learning: K models for K kinds of client."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; never shows a traceback for what the user can solve."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        code = app(args=arguments, standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except CoterieError as error:
+        console.print(f"[bold red]error:[/] {_escaped(str(error))}")
+        sys.exit(error.exit_code)
+    except click.exceptions.Abort:
+        console.print("stopped")
+        sys.exit(130)
+    except click.ClickException as error:
+        console.print(f"[bold red]error:[/] {_escaped(error.format_message())}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        console.print("stopped")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")

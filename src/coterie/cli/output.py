@@ -1,0 +1,167 @@
+"""What the terminal shows: progress while a run goes on, and its result."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from coterie.train import Row
+
+_SHOWN_SIZES = 8
+
+
+def stderr() -> Console:
+    """Where progress and notes go; stdout is for results."""
+    return Console(stderr=True, highlight=False)
+
+
+def short_sizes(sizes: Sequence[int]) -> str:
+    """Cluster sizes in little room: "10 10 10 10", "40 clusters of 1"."""
+    if len(sizes) > _SHOWN_SIZES and len(set(sizes)) == 1:
+        return f"{len(sizes)} of {sizes[0]}"
+    shown = " ".join(str(size) for size in sizes[:_SHOWN_SIZES])
+    return f"{shown} ..." if len(sizes) > _SHOWN_SIZES else shown
+
+
+def percent(value: float | None) -> str:
+    """0.9512 -> "95.12"."""
+    return "-" if value is None else f"{100 * value:.2f}"
+
+
+def number(value: float | None) -> str:
+    """A score with two digits."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def megabytes(count: int) -> str:
+    """Bytes in words."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError
+
+
+class RoundProgress:
+    """Shows a row of each round: a bar on a terminal, some lines elsewhere, nothing when quiet."""
+
+    def __init__(self, rounds: int, label: str, quiet: bool) -> None:
+        self._rounds, self._label, self._quiet = rounds, label, quiet
+        self._console = stderr()
+        self._bar: Progress | None = None
+        self._task: Any = None
+
+    def __enter__(self) -> RoundProgress:
+        if not self._quiet and self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task(self._label, total=self._rounds, numbers="starting")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, row: Row) -> None:
+        """Take in one round."""
+        numbers = self._numbers(row)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row["round"], numbers=numbers)
+        elif not self._quiet:
+            every = max(1, self._rounds // 10)
+            if row["round"] % every == 0 or row["round"] == self._rounds:
+                self._console.print(f"{self._label}: round {row['round']}/{self._rounds}  {numbers}")
+
+    @staticmethod
+    def _numbers(row: Row) -> str:
+        parts = []
+        if row.get("accuracy"):
+            parts.append(f"accuracy {percent(row['accuracy']['macro'])}")
+        elif row.get("loss"):
+            parts.append(f"loss {row['loss']['macro']:.4f}")
+        parts.append(f"sizes {short_sizes(row['cluster_sizes'])}")
+        if row["failures"]:
+            parts.append(f"failed {row['failures']}")
+        return "  ".join(parts)
+
+
+@contextmanager
+def stop_on_ctrl_c(quiet: bool) -> Iterator[Any]:
+    """Gives a function that tells whether Ctrl-C was pressed; a second press stops at once."""
+    pressed = threading.Event()
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+        if not quiet:
+            print("\nstopping after this round; press Ctrl-C again to stop at once", file=sys.stderr)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed.is_set
+        return
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """One run's result."""
+    table = Table(title=f"{summary['algorithm']} on {summary['dataset']}", show_header=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column()
+    accuracy, f1 = summary["accuracy"], summary["f1"]
+    if accuracy:
+        table.add_row("accuracy", f"macro {percent(accuracy['macro'])}  micro {percent(accuracy['micro'])}")
+        worst = f"5 worst clients {percent(accuracy['bottom5'])}  worst tenth {percent(accuracy['worst_decile'])}"
+        table.add_row("fairness", worst)
+        table.add_row("best 5 rounds", f"micro {percent(accuracy['best5'])}")
+    if f1:
+        table.add_row("F1", f"macro {percent(f1['macro'])}  micro {percent(f1['micro'])}")
+    if summary["loss"]:
+        table.add_row("loss", f"macro {summary['loss']['macro']:.4f}  micro {summary['loss']['micro']:.4f}")
+    if summary["ari"] is not None:
+        agreement = f"ARI {summary['ari']:.2f}  NMI {summary['nmi']:.2f}  purity {summary['purity']:.2f}"
+        table.add_row("true groups", agreement)
+    table.add_row("clusters", f"{summary['clusters']}: {short_sizes(summary['cluster_sizes'])}")
+    if summary["clients_met"] < summary["clients"]:
+        table.add_row("clients met", f"{summary['clients_met']} of {summary['clients']}")
+    traffic = summary["bytes"]
+    sent = f"down {megabytes(traffic['down'])}  up {megabytes(traffic['up'])}"
+    start = traffic["start"]
+    if start["down"] or start["up"]:
+        sent += f"  (start: {megabytes(start['down'])}, {megabytes(start['up'])})"
+    table.add_row("sent", sent)
+    seconds = summary["seconds"]
+    spent = "  ".join(f"{name} {seconds[name]:.1f}" for name in ("start", "train", "server", "evaluate"))
+    table.add_row("seconds", f"{seconds['total']:.1f}  ({spent})")
+    for repair in summary["repairs"]:
+        table.add_row("repair", f"round {repair['round']}: {repair['reason']}")
+    if summary["failures"]:
+        table.add_row("failed answers", str(summary["failures"]))
+    for note in summary["notes"]:
+        table.add_row("note", note)
+    if "path" in summary:
+        table.add_row("run folder", summary["path"])
+    return table

@@ -1,0 +1,136 @@
+"""Grouping of models: distances, k-means with restarts, sketches, running means of clusters.
+
+Nothing here sees true groups or test data, and no result depends on the order of the clients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie.randomness import Rng, bits, race
+
+
+def squared_distances(rows: Tensor, centers: Tensor) -> Tensor:
+    """Squared L2 distance of each row [c, D] to each center [K, D]: [c, K].
+
+    By differences, not by a matrix product: models of one run are close together and far from zero, where
+    ||a||^2 - 2ab + ||b||^2 loses all digits.
+    """
+    return torch.stack([(rows - center).square().sum(1) for center in centers], dim=1)
+
+
+def cosine_distances(rows: Tensor, centers: Tensor) -> Tensor:
+    """1 - cosine of each row [c, D] with each center [K, D]: [c, K]; a zero vector is at distance 1."""
+    lengths = rows.norm(dim=1, keepdim=True) * centers.norm(dim=1)
+    return 1 - rows @ centers.T / lengths.clamp_min(torch.finfo(rows.dtype).tiny)
+
+
+class CenterSums:
+    """Running sums of the members of K clusters, so that no round holds more than a chunk of models."""
+
+    def __init__(self, num_clusters: int, like: Tensor) -> None:
+        self._sums = torch.zeros(num_clusters, like.shape[-1], dtype=like.dtype, device=like.device)
+        self.weights = torch.zeros(num_clusters, dtype=torch.float64, device=like.device)
+
+    def add(self, rows: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
+        """Add models [c, P] to the clusters of their labels [c]."""
+        labels = labels.to(rows.device)
+        share = torch.nn.functional.one_hot(labels, len(self._sums)).to(rows.dtype)  # [c, K]
+        if weights is not None:
+            share = share * weights.to(rows.device, rows.dtype).unsqueeze(1)
+        self._sums += share.T @ rows
+        self.weights += share.sum(0).double()
+
+    def means(self, keep: Tensor) -> Tensor:
+        """The mean of each cluster [K, P]; a cluster without members keeps its row of `keep`."""
+        # A mean over nobody is NaN: such a cluster keeps its center.
+        empty = (self.weights == 0).unsqueeze(1)
+        means = self._sums / self.weights.clamp_min(1e-300).to(self._sums.dtype).unsqueeze(1)
+        return torch.where(empty, keep, means)
+
+
+@dataclass(frozen=True)
+class KMeans:
+    """A clustering of N rows."""
+
+    labels: Tensor  # int64 [N]
+    centers: Tensor  # [K, D]
+    inertia: float  # sum of squared distances to the own center
+
+
+def kmeans(
+    rows: Tensor, num_clusters: int, rng: Rng, keys: Tensor, restarts: int = 20, iterations: int = 100
+) -> KMeans:
+    """Lloyd's k-means from several k-means++ starts, all at once; the one with the least inertia is kept.
+
+    `keys` [N] name the rows: seeding is a race between them, so that the order of rows does not matter.
+    """
+    mean = rows.mean(0)
+    x = rows - mean  # [N, D]; distances by matrix products need rows near zero
+    x = x.double() if x.numel() <= 1 << 24 else x
+    keys = keys.to(rows.device)
+    centers = torch.stack([_seeds(x, num_clusters, rng.at("restart", r), keys) for r in range(restarts)])  # [R, K, D]
+    norms = x.square().sum(1)  # [N]
+    labels = torch.full((restarts, len(x)), -1, device=x.device)
+    for _ in range(iterations):
+        distances = norms - 2 * centers @ x.T + centers.square().sum(2, keepdim=True)  # [R, K, N]
+        nearest = distances.argmin(1)
+        if bool((nearest == labels).all()):
+            break
+        labels = nearest
+        members = torch.nn.functional.one_hot(labels, num_clusters).to(x.dtype).transpose(1, 2)  # [R, K, N]
+        counts = members.sum(2, keepdim=True)
+        centers = torch.where(counts > 0, members @ x / counts.clamp_min(1), centers)
+        _revive(centers, counts, x, distances, labels)
+    inertia = (x - centers.gather(1, labels.unsqueeze(2).expand(-1, -1, x.shape[1]))).square().sum((1, 2))  # [R]
+    best = int(inertia.argmin())
+    return KMeans(labels[best].cpu(), (centers[best] + mean).to(rows.dtype), float(inertia[best]))
+
+
+def _seeds(x: Tensor, num_clusters: int, rng: Rng, keys: Tensor) -> Tensor:
+    """k-means++ (Arthur and Vassilvitskii 2007): far rows are more likely to be the next seed. [K, D]"""
+    first = race(rng.at(0), keys, torch.ones(len(x), device=x.device))
+    chosen = [int(first)]
+    nearest = (x - x[chosen[0]]).square().sum(1)
+    for k in range(1, num_clusters):
+        # Where all rows coincide with seeds, any of them will do.
+        weights = nearest if float(nearest.sum()) > 0 else torch.ones_like(nearest)
+        chosen.append(int(race(rng.at(k), keys, weights)))
+        nearest = torch.minimum(nearest, (x - x[chosen[-1]]).square().sum(1))
+    return x[chosen]
+
+
+def _revive(centers: Tensor, counts: Tensor, x: Tensor, distances: Tensor, labels: Tensor) -> None:
+    """A center that lost all its rows moves to the row that is farthest from its own center."""
+    for restart, cluster in (counts[..., 0] == 0).nonzero().tolist():
+        own = distances[restart].gather(0, labels[restart].unsqueeze(0))[0]
+        farthest = int(own.argmax())
+        centers[restart, cluster] = x[farthest]
+        distances[restart, :, farthest] = 0
+
+
+class Sketch:
+    """A count sketch (Charikar et al. 2002): [c, P] -> [c, width], keeping distances in expectation.
+
+    Entry j gets a random sign and is added to bucket j mod width: no matrix is held, and a GPU adds the
+    folds in a fixed order.
+    """
+
+    def __init__(self, size: int, width: int, rng: Rng, device: torch.device) -> None:
+        self.width = min(width, size)
+        self._folds = -(-size // self.width)
+        self._size = size
+        hashes = bits(torch.tensor(rng.at("sketch").key, device=device), size)
+        self._signs = (1 - 2 * (hashes & 1)).to(torch.int8)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Sketch each row."""
+        if self.width == self._size:
+            return rows
+        signed = rows * self._signs
+        padding = self._folds * self.width - self._size
+        signed = torch.nn.functional.pad(signed, (0, padding))
+        return signed.reshape(len(rows), self._folds, self.width).sum(1)

@@ -1,0 +1,186 @@
+"""From what the user typed to a resolved experiment: presets, config file, flags and --set, in this order."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coterie.algorithm import Algorithm, find_algorithm
+from coterie.dataset import find_preset, source_class
+from coterie.errors import ConfigError, UnknownName
+from coterie.federation import Federation
+from coterie.local import SGD
+from coterie.models import find_model, model_settings
+from coterie.network import LOSSES
+from coterie.randomness import Rng
+from coterie.scenario import Scenario
+from coterie.settings import build, fields_of, parse_value, values_of
+from coterie.train import Schedule
+
+TABLES = ("run", "algorithm", "work", "dataset", "scenario", "model", "engine")
+RUN_KEYS = (
+    "algorithm",
+    "dataset",
+    "scenario",
+    "model",
+    "clients",
+    "loss",
+    "engine",
+    "device",
+    "data_dir",
+    *fields_of(Schedule),
+)
+Tables = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Everything a run needs, resolved: what is written to config.toml can be read back into the same."""
+
+    algorithm: Algorithm
+    algorithm_name: str
+    dataset: str
+    clients: int | None
+    scenario: Scenario
+    source: Any
+    model: str
+    model_settings: dict[str, Any]
+    loss: str
+    work: SGD
+    schedule: Schedule
+    engine: str
+    device: str
+    data_dir: str | None
+    engine_settings: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    def federation(self) -> Federation:
+        """Read the samples and deal them out."""
+        rng = Rng.seed(self.schedule.seed).at("data")
+        folder = None if self.data_dir is None else Path(self.data_dir)
+        dataset = self.source.load(self.clients, rng, folder)
+        # A source that makes its own clients has made as many as were asked for.
+        federation = self.scenario.deal(dataset, self.clients, rng)
+        self.algorithm.check(len(federation))
+        return federation
+
+    def tables(self) -> Tables:
+        """The settings as config.toml holds them."""
+        run: dict[str, Any] = {
+            "algorithm": self.algorithm_name,
+            "dataset": self.dataset,
+            "scenario": self.scenario.name,
+            "model": self.model,
+            "clients": self.clients,
+            "loss": self.loss,
+            "engine": self.engine,
+            "device": self.device,
+            "data_dir": self.data_dir,
+            **values_of(self.schedule),
+        }
+        return {
+            "run": {key: value for key, value in run.items() if value is not None},
+            "algorithm": values_of(self.algorithm),
+            "work": values_of(self.work),
+            "dataset": values_of(self.source),
+            "scenario": self.scenario.values,
+            "model": dict(self.model_settings),
+            "engine": dict(self.engine_settings),
+        }
+
+
+def read_tables(path: Path) -> Tables:
+    """The tables of a config file; unknown tables and keys of [run] are refused with the nearest name."""
+    if not path.exists():
+        raise ConfigError(f"There is no config file {path}.")
+    try:
+        values = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"The config file {path} cannot be read: {error}.") from error
+    values.pop("schema", None)
+    for table, content in values.items():
+        if table not in TABLES:
+            raise UnknownName(f"table of {path} named", table, TABLES)
+        if not isinstance(content, dict):
+            raise ConfigError(f"{table} in {path} must be a table: [{table}].")
+    return values
+
+
+def apply_set(tables: Tables, assignments: list[str]) -> Tables:
+    """Put `TABLE.FIELD=VALUE` texts on top of the tables."""
+    merged = {name: dict(tables.get(name, {})) for name in TABLES}
+    for text in assignments:
+        name, equals, value = text.partition("=")
+        table, dot, key = name.strip().partition(".")
+        if not equals or not dot or not key:
+            raise ConfigError(f"--set takes TABLE.FIELD=VALUE, such as algorithm.prox=0.1. Got '{text}' instead.")
+        if table not in TABLES:
+            raise UnknownName("--set table", table, TABLES)
+        merged[table][key] = parse_value(value.strip())
+    return merged
+
+
+def merge(*layers: Mapping[str, Mapping[str, Any]]) -> Tables:
+    """Later layers win, field by field."""
+    return {name: {k: v for layer in layers for k, v in layer.get(name, {}).items()} for name in TABLES}
+
+
+def resolve(tables: Tables, *, lenient_clusters: bool = True) -> Experiment:
+    """Fill in the defaults that suit the dataset, check every value, and make the objects."""
+    run = dict(tables.get("run", {}))
+    for key in run:
+        if key not in RUN_KEYS:
+            raise UnknownName("field of run named", key, RUN_KEYS)
+    notes: list[str] = []
+    name = _word(run, "algorithm", "fesem")
+    algorithm_class = find_algorithm(name)
+    preset = find_preset(_word(run, "dataset", "rotated-digits"))
+    model = _word(run, "model", preset.model)
+    loss = _word(run, "loss", "cross_entropy")
+    if loss not in LOSSES and ":" not in loss:
+        raise UnknownName("loss", loss, LOSSES)
+
+    algorithm_values = dict(tables.get("algorithm", {}))
+    if lenient_clusters and "num_clusters" in algorithm_values and "num_clusters" not in fields_of(algorithm_class):
+        algorithm_values.pop("num_clusters")
+        notes.append(f"{name} has no clusters: --clusters is not used")
+    known_settings = model_settings(find_model(model))
+    settings = dict(preset.model_settings) if model == preset.model else {}
+    settings |= tables.get("model", {})
+    for key in settings:
+        if key not in known_settings:
+            raise UnknownName(f"field of model {model} named", key, known_settings)
+    scenario_name = _word(run, "scenario", preset.scenario)
+    scenario_values = dict(preset.scenario_settings) if scenario_name == preset.scenario else {}
+    clients = run.get("clients", preset.clients)
+    if clients is not None and (not isinstance(clients, int) or isinstance(clients, bool) or clients < 1):
+        raise ConfigError(f"clients must be an int >= 1. Got {clients!r} instead.")
+    schedule_values = {key: run[key] for key in fields_of(Schedule) if key in run}
+    return Experiment(
+        algorithm=build(algorithm_class, algorithm_values, "algorithm"),
+        algorithm_name=name,
+        dataset=preset.name,
+        clients=clients,
+        scenario=Scenario.named(scenario_name, scenario_values | tables.get("scenario", {})),
+        source=build(source_class(preset.source), {**preset.source_settings, **tables.get("dataset", {})}, "dataset"),
+        model=model,
+        model_settings=settings,
+        loss=loss,
+        work=build(SGD, {**preset.work, **tables.get("work", {})}, "work"),
+        schedule=build(Schedule, schedule_values, "run"),
+        engine=_word(run, "engine", "vectorized"),
+        device=_word(run, "device", "auto"),
+        data_dir=run.get("data_dir"),
+        engine_settings=dict(tables.get("engine", {})),
+        notes=notes,
+    )
+
+
+def _word(values: Mapping[str, Any], key: str, default: str) -> str:
+    value = values.get(key, default)
+    if not isinstance(value, str):
+        raise ConfigError(f"{key} must be a name. Got {value!r} instead.")
+    return value

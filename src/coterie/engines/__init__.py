@@ -1,0 +1,38 @@
+"""Engines: `loop` (the reference), `vectorized` (the fast one), `mock` (for tests)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from coterie.block import Task
+from coterie.engine import Engine
+from coterie.errors import UnknownName
+from coterie.federation import Federation
+
+
+def _loop(task: Task, federation: Federation, device: str, settings: dict[str, Any]) -> Engine:
+    from coterie.engines.loop import LoopEngine
+
+    return LoopEngine(task, federation, device=device, settings=settings)
+
+
+def _vectorized(task: Task, federation: Federation, device: str, settings: dict[str, Any]) -> Engine:
+    from coterie.engines.vectorized import VectorizedEngine
+
+    return VectorizedEngine(task, federation, device=device, settings=settings)
+
+
+ENGINES: dict[str, Callable[[Task, Federation, str, dict[str, Any]], Engine]] = {
+    "loop": _loop,
+    "vectorized": _vectorized,
+}
+
+
+def make_engine(
+    name: str, task: Task, federation: Federation, device: str = "auto", settings: dict[str, Any] | None = None
+) -> Engine:
+    """The engine of that name over a federation; `settings` are its `--set engine.FIELD` values."""
+    if name not in ENGINES:
+        raise UnknownName("engine", name, ENGINES)
+    return ENGINES[name](task, federation, device, settings or {})

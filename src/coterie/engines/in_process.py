@@ -1,0 +1,281 @@
+"""What the engines inside this process share: chunks, client memory, the ledger, failures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from coterie.block import Answer, Block, ClientStep, DeviceData, Kernel, Models, Task, check_network, step_name
+from coterie.engine import Chunk, Engine, Failure, available_memory, resolve_device
+from coterie.errors import ConfigError, CoterieError, EngineError
+from coterie.federation import Federation
+from coterie.local import SGD
+from coterie.network import Network
+from coterie.randomness import Rng
+from coterie.settings import build, setting, values_of
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_DEFAULT_BUDGET_MB = 1024
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of the engines in this process: `--set engine.FIELD=VALUE`."""
+
+    precision: Literal["float32", "float64"] = setting("float32", "float type of models and data")
+    memory: int | None = setting(None, "MB that one chunk of clients may take; by default 1024, or half a GPU", ge=1)
+    chunk: int | None = setting(None, "clients trained as one program; by default from memory", ge=1)
+
+
+def _budget_mb(device: torch.device) -> int:
+    free = available_memory(device) >> 20
+    return free // 2 if device.type == "cuda" else max(1, min(_DEFAULT_BUDGET_MB, free // 4))
+
+
+class MemoryStore:
+    """What clients remember: for each name a tensor [N, ...] and who has one."""
+
+    def __init__(self, num_clients: int, device: torch.device) -> None:
+        self._num_clients, self._device = num_clients, device
+        self._values: dict[str, Tensor] = {}
+        self._present: dict[str, Tensor] = {}
+
+    def get(self, name: str, clients: Tensor, default: Tensor) -> Tensor:
+        """Rows of these clients, `default` where there is none."""
+        if name not in self._values:
+            return default
+        where = clients.to(self._device)
+        found = self._values[name][where]
+        missing = ~self._present[name][where]
+        if bool(missing.any()):
+            found[missing] = default.expand_as(found)[missing]
+        return found
+
+    def put(self, name: str, clients: Tensor, value: Tensor) -> None:
+        """Remember rows for these clients."""
+        if name not in self._values:
+            shape = (self._num_clients, *value.shape[1:])
+            self._values[name] = torch.zeros(shape, dtype=value.dtype, device=self._device)
+            self._present[name] = torch.zeros(self._num_clients, dtype=torch.bool, device=self._device)
+        where = clients.to(self._device)
+        self._values[name][where] = value.to(self._device)
+        self._present[name][where] = True
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it, by name."""
+        values = {f"value.{name}": tensor for name, tensor in self._values.items()}
+        return values | {f"present.{name}": tensor for name, tensor in self._present.items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `tensors` gave."""
+        for name, tensor in tensors.items():
+            kind, _, plain = name.partition(".")
+            store = self._values if kind == "value" else self._present
+            store[plain] = tensor.to(self._device)
+
+
+class _BlockMemory:
+    """The memory of the clients of one block."""
+
+    def __init__(self, store: MemoryStore, clients: Tensor) -> None:
+        self._store, self._clients = store, clients
+
+    def get(self, name: str, default: Tensor) -> Tensor:
+        return self._store.get(name, self._clients, default)
+
+    def put(self, name: str, value: Tensor) -> None:
+        self._store.put(name, self._clients, value)
+
+
+class InProcessEngine(Engine):
+    """Clients are rows of one packed data set; subclasses choose the kernel and the chunk."""
+
+    name: str
+
+    def __init__(
+        self, task: Task, federation: Federation, *, device: str = "auto", settings: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(task, federation.names, federation.keys)
+        self.settings = build(EngineSettings, settings or {}, "engine")
+        self.federation = federation
+        self._device = resolve_device(device)
+        if self.settings.memory is None:  # settled now, so that the run can say it and a resumed run repeat it
+            self.settings = replace(self.settings, memory=_budget_mb(self._device))
+        self._dtype = _DTYPES[self.settings.precision]
+        self.network = Network(task.module, self._dtype, self._device)
+        check_network(self.network, task, federation)
+        self.data = DeviceData(federation, self._device, self._dtype)
+        self.memory = MemoryStore(len(federation), self._device)
+        self._itemsize = self._dtype.itemsize
+        sample = federation.samples(0)[0][:1].to(self._device, self._dtype)
+        self._activations = self.network.activation_size(sample)
+        # Looking only keeps a few layers alive at a time; half of the budget is left to the models.
+        per_sample = 3 * self._activations * self._itemsize
+        self._samples_at_once = int(min(max(1, self.memory_budget() // 2 // per_sample), 8192))
+        self.kernel = self.make_kernel()
+
+    def make_kernel(self) -> Kernel:
+        """The way this engine computes a stack of models."""
+        raise NotImplementedError
+
+    def chunk_size(self, work: SGD) -> int:
+        """How many clients are trained as one program."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where the data lies."""
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The float type of models."""
+        return self._dtype
+
+    def memory_budget(self) -> int:
+        """Bytes one chunk may take."""
+        assert self.settings.memory is not None
+        return self.settings.memory << 20
+
+    def bytes_per_client(self, work: SGD) -> int:
+        """Memory one client takes while it trains: its model, gradient and momentum, and its batch."""
+        batch = int(self.federation.train.sizes.max()) if work.batch_size == "full" else int(work.batch_size)
+        copies = 5 + bool(work.momentum) + work.anchored
+        return self._itemsize * (copies * self.task.layout.size + 4 * batch * self._activations)
+
+    def describe(self) -> dict[str, Any]:
+        """What was chosen."""
+        return {
+            "engine": self.name,
+            "device": str(self._device),
+            **values_of(self.settings),
+            "chunk": self.chunk_size(self.task.work),
+        }
+
+    def memory_tensors(self) -> dict[str, Tensor]:
+        """What the clients remember."""
+        return self.memory.tensors()
+
+    def load_memory(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put it back."""
+        self.memory.load(tensors)
+
+    def call(
+        self,
+        step: ClientStep,
+        cohort: Tensor,
+        *,
+        rng: Rng,
+        models: Tensor | None = None,
+        refs: Tensor | None = None,
+        payload: Mapping[str, Tensor] | None = None,
+        each: Mapping[str, Tensor] | None = None,
+        work: SGD | None = None,
+    ) -> Iterator[Chunk]:
+        """See `Engine.call`."""
+        shared, each, work = dict(payload or {}), dict(each or {}), work or self.task.work
+        if (models is None) != (refs is None):
+            raise ConfigError("models and refs go together: a table [M, P] and the rows each client gets.")
+        name = step_name(step)
+        self.ledger.record_down(self.phase, name, cohort, self.num_clients, models, refs, shared, each)
+        failed_before = len(self.failures)
+        answered = 0
+        for positions in self._chunks(cohort, work):
+            began = time.perf_counter()
+            chunk = self._ask(step, cohort, positions, models, refs, shared, each, work, rng)
+            self.client_seconds += time.perf_counter() - began
+            if len(chunk.clients):
+                self.ledger.record_up(self.phase, name, chunk.answer.values())
+                answered += len(chunk.clients)
+                yield chunk
+        if len(cohort) and not answered:
+            self._note_total_failure(name, self.failures[failed_before:])
+
+    def _chunks(self, cohort: Tensor, work: SGD) -> Iterator[Tensor]:
+        """Positions in the cohort, clients of like size together so that little is padded."""
+        order = torch.argsort(self.federation.train.sizes[cohort], descending=True, stable=True)
+        yield from order.split(self.chunk_size(work))
+
+    def _ask(
+        self,
+        step: ClientStep,
+        cohort: Tensor,
+        positions: Tensor,
+        models: Tensor | None,
+        refs: Tensor | None,
+        shared: Mapping[str, Tensor],
+        each: Mapping[str, Tensor],
+        work: SGD,
+        rng: Rng,
+    ) -> Chunk:
+        clients = cohort[positions]
+        block = Block(
+            clients,
+            self.data,
+            self.task,
+            self.kernel,
+            _BlockMemory(self.memory, clients),
+            rng,
+            self._samples_at_once,
+        )
+        sent = None
+        if models is not None and refs is not None:
+            sent = Models(models, refs[positions].to(self._device))
+        own = {key: value[positions.to(value.device)].to(self._device) for key, value in each.items()}
+        try:
+            with torch.no_grad():
+                answer = step(block, sent, work, **shared, **own)
+        except CoterieError:
+            raise
+        except Exception as error:  # a client's own code may raise anything; it is that client's failure
+            return self._after_exception(error, step, cohort, positions, models, refs, shared, each, work, rng)
+        return self._checked(step, clients, positions, answer)
+
+    def _after_exception(
+        self, error: Exception, step: ClientStep, cohort: Tensor, positions: Tensor, *call: Any
+    ) -> Chunk:
+        """One client raised: it has failed. A chunk raised: ask one by one to find out who it was."""
+        if len(positions) == 1:
+            reason = f"{type(error).__name__}: {error}"
+            failure = self._fail(int(cohort[positions[0]]), step, reason)
+            return Chunk(cohort[:0], positions[:0], Answer(), (failure,))
+        single = [self._ask(step, cohort, positions[i : i + 1], *call) for i in range(len(positions))]
+        good = [chunk for chunk in single if len(chunk.clients)]
+        failed = tuple(failure for chunk in single for failure in chunk.failed)
+        if not good:
+            raise EngineError(f"{step_name(step)} failed at every client: {type(error).__name__}: {error}") from error
+        answer = Answer(**{k: torch.cat([chunk.answer[k] for chunk in good]) for k in good[0].answer})
+        clients = torch.cat([chunk.clients for chunk in good])
+        return Chunk(clients, torch.cat([chunk.positions for chunk in good]), answer, failed)
+
+    def _checked(self, step: ClientStep, clients: Tensor, positions: Tensor, answer: Answer) -> Chunk:
+        """Leave out answers that are not finite; refuse a step that answers in a wrong shape."""
+        good = torch.ones(len(clients), dtype=torch.bool, device=self._device)
+        for key, tensor in answer.items():
+            if tensor.shape[:1] != clients.shape:
+                raise EngineError(
+                    f"{step_name(step)} answered '{key}' of shape {tuple(tensor.shape)} for {len(clients)} clients."
+                )
+            if tensor.is_floating_point():
+                good &= torch.isfinite(tensor.flatten(1).sum(1) if tensor.dim() > 1 else tensor)
+        if bool(good.all()):
+            return Chunk(clients, positions, answer)
+        keep = good.cpu()
+        failed = tuple(self._fail(int(c), step, "the answer is not finite") for c in clients[~keep])
+        return Chunk(clients[keep], positions[keep], Answer(**{k: v[good] for k, v in answer.items()}), failed)
+
+    def _fail(self, client: int, step: ClientStep, reason: str) -> Failure:
+        failure = Failure(self.round, self.names[client], step_name(step), reason)
+        self.failures.append(failure)
+        return failure
+
+    def _note_total_failure(self, step: str, failures: list[Failure]) -> None:
+        reason = failures[0].reason if failures else "no answer"
+        note = f"round {self.round}: no client could do {step.rpartition(':')[2]} ({reason}); is lr too large?"
+        if not any("no client could do" in old for old in self.notes):
+            self.notes.append(note)

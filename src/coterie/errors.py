@@ -1,0 +1,96 @@
+"""Everything that can go wrong, as one tree.
+
+    CoterieError                 the command line prints its sentence and exits with `exit_code`
+    ├── ConfigError              a setting, a flag or a key is wrong
+    │   └── UnknownName          no such algorithm, dataset, model, field ... (carries the nearest name)
+    ├── DataError                a file or a dataset is missing, damaged or impossible
+    ├── ModelError               a network cannot take the data, or cannot be handled
+    ├── EngineError              every client of a call failed
+    ├── MissingExtra             an optional dependency is needed (carries the extra's name)
+    ├── RunError                 a run folder exists, is in use, is newer than this version ...
+    │   └── CheckpointError      a checkpoint is cut short or altered
+    ├── StorageError             the disk refused; what was saved before is intact
+    └── Interrupted              Ctrl-C: the last checkpoint is kept
+
+A message says what happened, the value, and the way out.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class CoterieError(Exception):
+    """Base of all errors that are the user's to solve; never shown as a traceback."""
+
+    exit_code = 2
+
+
+class ConfigError(CoterieError, ValueError):
+    """A setting has a value that cannot be used."""
+
+
+class UnknownName(ConfigError):
+    """A name that is not registered, with the nearest one that is."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        self.kind = kind
+        self.name = name
+        self.known = sorted(known)
+        self.nearest = nearest_name(name, self.known)
+        hint = f" Did you mean '{self.nearest}'?" if self.nearest else ""
+        if self.known:
+            listing = f" Known: {', '.join(self.known)}."
+        else:
+            listing = " There are none."
+        super().__init__(f"There is no {kind} '{name}'.{hint}{listing}")
+
+
+class DataError(CoterieError, ValueError):
+    """Data that is missing, damaged, or cannot be dealt out as asked."""
+
+
+class ModelError(CoterieError, ValueError):
+    """A network that does not fit the data or the method."""
+
+
+class EngineError(CoterieError, RuntimeError):
+    """No client could do what it was asked."""
+
+
+class MissingExtra(CoterieError, ImportError):
+    """An optional part is not installed."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        self.extra = extra
+        super().__init__(f"{what} needs an optional part: pip install 'coterie[{extra}]'.")
+
+
+class RunError(CoterieError):
+    """A run folder cannot be used as asked."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint is not what was written."""
+
+
+class StorageError(CoterieError, OSError):
+    """The disk refused to take what was to be written."""
+
+
+class Interrupted(CoterieError):
+    """The user stopped the run; it can be resumed."""
+
+    exit_code = 130
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like `name`, if any is alike at all.
+
+    >>> nearest_name("fesm", ["fedavg", "fesem", "ifca"])
+    'fesem'
+    """
+    by_folded = {candidate.lower().replace("_", "-"): candidate for candidate in known}
+    found = difflib.get_close_matches(name.lower().replace("_", "-"), by_folded, n=1, cutoff=0.5)
+    return by_folded[found[0]] if found else None

@@ -1,0 +1,100 @@
+"""Who sent how many bytes: every call of every engine writes here, so that methods can be compared.
+
+Models and arrays are counted as they would travel: each distinct model once per client and round (models
+are told apart by content). Single numbers per client (a sample count, a chosen label) are counted apart as
+`scalars`, so that the cost of models compares exactly between methods. Three phases are kept apart:
+`start` (before the first round), `round`, and `evaluate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.randomness import mix
+
+Phase = Literal["start", "round", "evaluate"]
+
+
+def fingerprints(table: Tensor) -> list[int]:
+    """One number per row of [M, P] that tells its content; equal rows have equal numbers."""
+    whole = torch.int64 if table.element_size() == 8 else torch.int32
+    weights = mix(torch.arange(table.shape[1], device=table.device)) | 1
+    return [int((row.contiguous().view(whole).long() * weights).sum()) for row in table]
+
+
+@dataclass
+class Ledger:
+    """Bytes by phase and step, summed over clients and rounds."""
+
+    entries: dict[str, dict[str, int]] = field(default_factory=dict)  # "phase/step" -> down, up, scalars, messages
+    _seen: dict[tuple[Phase, int], NDArray[np.bool_]] = field(default_factory=dict, repr=False)
+
+    def begin_round(self) -> None:
+        """From here on models count as not yet sent."""
+        self._seen.clear()
+
+    def record_down(
+        self,
+        phase: Phase,
+        step: str,
+        clients: Tensor,
+        population: int,
+        models: Tensor | None,
+        refs: Tensor | None,
+        shared: Mapping[str, Tensor],
+        each: Mapping[str, Tensor],
+    ) -> None:
+        """What goes to the clients [C]: rows of a table of models, and a payload."""
+        entry = self._entry(phase, step)
+        entry["messages"] += len(clients)
+        if models is not None and refs is not None:
+            entry["down"] += self._new_models(phase, clients.numpy(), population, models, refs) * (
+                models.shape[1] * models.element_size()
+            )
+        for tensor in shared.values():
+            kind = "scalars" if tensor.dim() == 0 else "down"
+            entry[kind] += tensor.numel() * tensor.element_size() * len(clients)
+        for tensor in each.values():
+            entry["scalars" if tensor.dim() == 1 else "down"] += tensor.numel() * tensor.element_size()
+
+    def record_up(self, phase: Phase, step: str, answers: Iterable[Tensor]) -> None:
+        """What comes back: the tensors [c, ...] of one chunk of answers."""
+        entry = self._entry(phase, step)
+        for tensor in answers:
+            entry["scalars" if tensor.dim() == 1 else "up"] += tensor.numel() * tensor.element_size()
+
+    def _entry(self, phase: Phase, step: str) -> dict[str, int]:
+        name = f"{phase}/{step.rpartition(':')[2]}"
+        return self.entries.setdefault(name, {"down": 0, "up": 0, "scalars": 0, "messages": 0})
+
+    def _new_models(
+        self, phase: Phase, clients: NDArray[np.int64], population: int, models: Tensor, refs: Tensor
+    ) -> int:
+        prints = fingerprints(models)
+        wanted = refs.cpu().numpy().reshape(len(clients), -1)  # [C, m]
+        count = 0
+        for number in set(prints):
+            rows = [row for row, found in enumerate(prints) if found == number]
+            asked = clients[np.isin(wanted, rows).any(1)]
+            seen = self._seen.setdefault((phase, number), np.zeros(population, dtype=bool))
+            if len(seen) < population:  # clients have joined since
+                seen = self._seen[phase, number] = np.pad(seen, (0, population - len(seen)))
+            count += int((~seen[asked]).sum())
+            seen[asked] = True
+        return count
+
+    def totals(self) -> dict[str, Any]:
+        """The ledger as it stands in a summary."""
+        phases: dict[str, dict[str, int]] = {p: {"down": 0, "up": 0, "scalars": 0} for p in ("start", "round", "evaluate")}
+        for name, entry in self.entries.items():
+            for key in ("down", "up", "scalars"):
+                phases[name.partition("/")[0]][key] += entry[key]
+        rounds = phases.pop("round")
+        return {**rounds, **phases, "by_step": {name: dict(entry) for name, entry in sorted(self.entries.items())}}

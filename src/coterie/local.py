@@ -1,0 +1,115 @@
+"""Local work: what a client does with its own samples when it trains. Frozen, named, serialisable.
+
+Work is written over a stack of c clients: parameters are lists of tensors [c, *shape], and one client is
+a stack of one. The batches and the gradients come from the block; here is only the arithmetic of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from coterie.errors import UnknownName
+from coterie.settings import build, fields_of, setting, values_of
+
+Stack = list[Tensor]  # one tensor [c, *shape] for each parameter
+GradientAt = Callable[[Sequence[Tensor], int], Stack]
+"""gradient(parameters, stream): mean gradient over the current batch of that stream, for each client."""
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent, as torch.optim.SGD does it, from fresh momentum in each call."""
+
+    key: ClassVar[str] = "sgd"
+    streams: ClassVar[int] = 1  # independent sequences of batches that a step draws from
+    anchored: ClassVar[bool] = False  # whether a step looks back at where the call started
+
+    lr: float = setting(0.1, "step size", gt=0)
+    momentum: float = setting(0.0, "momentum; 0 is plain SGD", ge=0, lt=1)
+    weight_decay: float = setting(0.0, "L2 penalty on the parameters", ge=0)
+    epochs: int = setting(1, "passes over a client's samples in one round", ge=1)
+    steps: int | None = setting(None, "steps in one round instead of epochs", ge=1)
+    batch_size: int | Literal["full"] = setting(20, "samples of a step; 'full' takes all of them", ge=1)
+    lr_decay: float = setting(1.0, "factor on the step size after each round", gt=0, le=1)
+
+    def at(self, round: int) -> SGD:
+        """The work of that round (rounds count from 1; the start, round 0, works as round 1)."""
+        return replace(self, lr=self.lr * self.lr_decay ** max(0, round - 1), lr_decay=1.0)
+
+    def direction(
+        self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]
+    ) -> Stack:
+        """What to descend along at `params`; `anchor` is where the call started."""
+        return gradient(params, 0)
+
+    def step(self, params: Stack, direction: Stack, velocity: Stack | None) -> None:
+        """One update, in place."""
+        if self.weight_decay:
+            torch._foreach_add_(direction, params, alpha=self.weight_decay)
+        if velocity is not None:
+            torch._foreach_mul_(velocity, self.momentum)
+            torch._foreach_add_(velocity, direction)
+            direction = velocity
+        torch._foreach_add_(params, direction, alpha=-self.lr)
+
+
+@dataclass(frozen=True)
+class Proximal(SGD):
+    """SGD on the loss + prox / 2 * ||w - start||^2.
+
+    The squared norm: its gradient is prox * (w - start). `extras["prox"]` [c] gives each client its own.
+    """
+
+    key: ClassVar[str] = "proximal"
+    anchored: ClassVar[bool] = True
+
+    prox: float = setting(0.0, "pull towards where the call started; 0 is plain SGD", ge=0)
+
+    @classmethod
+    def of(cls, work: SGD, prox: float) -> Proximal:
+        """That work with a proximal term."""
+        return cls(**{name: getattr(work, name) for name in values_with_none(work)}, prox=prox)
+
+    def direction(
+        self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]
+    ) -> Stack:
+        """Gradient + prox * (w - start)."""
+        found = gradient(params, 0)
+        each = extras.get("prox")
+        if each is None and not self.prox:
+            return found
+        for grad, now, start in zip(found, params, anchor, strict=True):
+            strength = self.prox if each is None else each.reshape([-1] + [1] * (now.dim() - 1))
+            grad.add_((now - start) * strength)
+        return found
+
+
+WORK: dict[str, type[SGD]] = {SGD.key: SGD, Proximal.key: Proximal}
+
+
+def values_with_none(work: SGD) -> dict[str, Any]:
+    """All settings of the work, None included."""
+    return {name: getattr(work, name) for name in fields_of(type(work))}
+
+
+def to_dict(work: SGD) -> dict[str, Any]:
+    """The work as plain values, for files and messages."""
+    return {"work": work.key, **values_of(work)}
+
+
+def from_dict(values: Mapping[str, Any]) -> SGD:
+    """The work that `to_dict` wrote.
+
+    >>> from_dict(to_dict(Proximal(lr=0.5, prox=0.1))) == Proximal(lr=0.5, prox=0.1)
+    True
+    """
+    rest = dict(values)
+    key = rest.pop("work", SGD.key)
+    if key not in WORK:
+        raise UnknownName("local work", key, WORK)
+    return build(WORK[key], rest, "work")

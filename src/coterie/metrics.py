@@ -1,0 +1,124 @@
+"""Numbers of a round: accuracy, F1, fairness, agreement with true groups, churn.
+
+"micro" weighs a client by its test samples, "macro" is the plain mean over clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+BEST_ROUNDS = 5
+BOTTOM_CLIENTS = 5
+
+
+def spread(values: Floats, samples: Ints) -> dict[str, float] | None:
+    """Micro and macro mean of a client score; None where no client has samples.
+
+    >>> spread(np.array([1.0, 0.0]), np.array([3, 1]))
+    {'micro': 0.75, 'macro': 0.5}
+    """
+    has = samples > 0
+    if not has.any():
+        return None
+    micro = float(np.average(values[has], weights=samples[has]))
+    return {"micro": micro, "macro": float(values[has].mean())}
+
+
+def fairness(accuracy: Floats, samples: Ints) -> dict[str, float]:
+    """Mean accuracy of the 5 worst clients, and of the worst tenth."""
+    ordered = np.sort(accuracy[samples > 0])
+    tenth = max(1, round(0.1 * len(ordered)))
+    return {"bottom5": float(ordered[:BOTTOM_CLIENTS].mean()), "worst_decile": float(ordered[:tenth].mean())}
+
+
+def best_rounds(micro: Sequence[float]) -> float | None:
+    """Mean of the five best rounds' micro accuracy (FedDSMIC's way of reporting)."""
+    if not micro:
+        return None
+    return float(np.sort(np.asarray(micro))[::-1][:BEST_ROUNDS].mean())
+
+
+def contingency(labels: Ints, groups: Ints) -> NDArray[np.float64]:
+    """How many clients are in each pair of (cluster, group)."""
+    _, rows = np.unique(labels, return_inverse=True)
+    _, columns = np.unique(groups, return_inverse=True)
+    table = np.zeros((rows.max() + 1, columns.max() + 1))
+    np.add.at(table, (rows, columns), 1)
+    return table
+
+
+def adjusted_rand(labels: Ints, groups: Ints) -> float:
+    """Adjusted Rand index (Hubert and Arabie 1985): 1 for the same partition, about 0 for chance.
+
+    >>> adjusted_rand(np.array([0, 0, 1, 1]), np.array([5, 5, 2, 2]))
+    1.0
+    """
+    table = contingency(labels, groups)
+    pairs = float((table * (table - 1) / 2).sum())
+    a, b = table.sum(1), table.sum(0)
+    pairs_a, pairs_b = float((a * (a - 1) / 2).sum()), float((b * (b - 1) / 2).sum())
+    total = len(labels) * (len(labels) - 1) / 2
+    expected = pairs_a * pairs_b / total if total else 0.0
+    largest = (pairs_a + pairs_b) / 2
+    if largest == expected:  # both partitions are trivial in the same way
+        return 1.0
+    return (pairs - expected) / (largest - expected)
+
+
+def normalized_mutual_information(labels: Ints, groups: Ints) -> float:
+    """Mutual information over the mean of both entropies."""
+    joint = contingency(labels, groups) / len(labels)
+    a, b = joint.sum(1, keepdims=True), joint.sum(0, keepdims=True)
+    inside = joint > 0
+    mutual = float((joint[inside] * np.log(joint[inside] / (a @ b)[inside])).sum())
+    entropies = -float((a * np.log(a)).sum()) - float((b * np.log(b)).sum())
+    if entropies == 0:
+        return 1.0
+    return max(0.0, 2 * mutual / entropies)
+
+
+def purity(labels: Ints, groups: Ints) -> float:
+    """Share of clients that are in a cluster where their group is the largest."""
+    return float(contingency(labels, groups).max(1).sum() / len(labels))
+
+
+def agreement(labels: Ints, groups: Ints | None) -> dict[str, float | None]:
+    """ARI, NMI and purity over the clients met so far; None where there are no true groups."""
+    met = labels >= 0
+    if groups is None or not met.any():
+        return {"ari": None, "nmi": None, "purity": None}
+    found, true = labels[met], groups[met]
+    return {
+        "ari": adjusted_rand(found, true),
+        "nmi": normalized_mutual_information(found, true),
+        "purity": purity(found, true),
+    }
+
+
+def churn(before: Ints, after: Ints) -> float:
+    """Share of the clients met before whose label has changed."""
+    met = before >= 0
+    return float((before[met] != after[met]).mean()) if met.any() else 0.0
+
+
+def cluster_sizes(labels: Ints, num_clusters: int) -> list[int]:
+    """Members of each cluster, empty ones included."""
+    met = labels[labels >= 0]
+    return np.bincount(met, minlength=num_clusters).tolist() if len(met) or num_clusters else []
+
+
+def evaluation(scores: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    """The numbers of one evaluation from the clients' scores [N]."""
+    samples = scores["samples"].astype(np.int64)
+    found: dict[str, Any] = {"accuracy": None, "f1": None, "loss": spread(scores["loss"], samples)}
+    if "accuracy" in scores and found["loss"] is not None:
+        found["accuracy"] = (spread(scores["accuracy"], samples) or {}) | fairness(scores["accuracy"], samples)
+        found["f1"] = spread(scores["f1"], samples)
+    return found

@@ -1,0 +1,304 @@
+"""Any nn.Module as a function of one flat vector, right under stacking.
+
+A model travels as one float vector [P]: parameters first, then float buffers (BatchNorm statistics), with
+a layout that names the slices. Integer buffers are not part of it and are never averaged.
+
+Two kinds of layer need care when c clients run as one program, and are exchanged for our own:
+BatchNorm must not see the padded rows of a partial batch, and dropout must be keyed by client and step.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coterie.errors import ModelError
+from coterie.randomness import bits, mix
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One named tensor inside the flat vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """End of the slice."""
+        return self.start + self.size
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What lies where in the flat vector."""
+
+    parameters: tuple[Slot, ...]
+    buffers: tuple[Slot, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Layout:
+        """Parameters, then frozen parameters and float buffers, each in the module's own order."""
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad and p.is_floating_point()}
+        floats = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
+        start = 0
+        parameters, buffers = [], []
+        for name, parameter in trained.items():
+            parameters.append(Slot(name, tuple(parameter.shape), start))
+            start = parameters[-1].stop
+        for name, buffer in (frozen | floats).items():
+            buffers.append(Slot(name, tuple(buffer.shape), start))
+            start = buffers[-1].stop
+        if not parameters:
+            raise ModelError(f"{type(module).__name__} has no parameters to train.")
+        return cls(tuple(parameters), tuple(buffers))
+
+    @property
+    def num_parameters(self) -> int:
+        """Entries that are trained; distances look at these."""
+        return self.parameters[-1].stop
+
+    @property
+    def size(self) -> int:
+        """Entries of the whole vector; means are over these."""
+        return (self.buffers or self.parameters)[-1].stop
+
+    @property
+    def head(self) -> slice:
+        """The parameters of the last layer that has any."""
+        last = self.parameters[-1].name.rpartition(".")[0]
+        own = [slot for slot in self.parameters if slot.name.rpartition(".")[0] == last]
+        return slice(own[0].start, own[-1].stop)
+
+    def unpack(self, flat: Tensor) -> Tensors:
+        """Flat [..., P] -> named views [..., *shape]."""
+        lead = flat.shape[:-1]
+        slots = (*self.parameters, *self.buffers)
+        return {s.name: flat[..., s.start : s.stop].reshape(*lead, *s.shape) for s in slots}
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Named tensors [c, *shape] -> flat [c, P]."""
+        return torch.cat([tensors[s.name].flatten(1) for s in (*self.parameters, *self.buffers)], dim=1)
+
+
+@dataclass
+class _Context:
+    """What the exchanged layers must know of the batch in hand."""
+
+    mask: Tensor | None = None  # [B], 1 for a real row
+    key: Tensor | None = None  # scalar int64
+    layers: int = field(default=0)
+
+
+class Network:
+    """A module prepared for running under any engine."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self._context = _Context()
+        prepared = copy.deepcopy(module)
+        self.layout = Layout.of(prepared)
+        self.initial = flatten(prepared)  # [P] float32 or as made, on the CPU
+        prepared = _exchange(prepared, self._context, type(module).__name__)
+        self._module = prepared.to(device=device, dtype=dtype)
+        self._module.requires_grad_(False)
+        self.dtype = dtype
+        self.device = device
+        self.keyed = True  # all its randomness comes from the key; see find_out_keyed
+
+    def __call__(
+        self,
+        tensors: Mapping[str, Tensor],
+        x: Tensor,
+        *,
+        train: bool = False,
+        mask: Tensor | None = None,
+        key: Tensor | None = None,
+    ) -> Tensor:
+        """Outputs of one model for inputs [B, ...]; in train mode the float buffers in `tensors` are updated."""
+        if self._module.training != train:
+            self._module.train(train)
+        self._context.mask, self._context.key = mask, key
+        outputs = torch.func.functional_call(self._module, dict(tensors), (x,))
+        if not isinstance(outputs, Tensor):
+            raise ModelError(f"The network must return one tensor. Got {type(outputs).__name__} instead.")
+        return outputs
+
+    def find_out_keyed(self, x: Tensor) -> None:
+        """Notice a network that draws random numbers of its own (functional dropout): two passes differ."""
+        x = x[:2].to(self.device, self.dtype)
+        key = torch.zeros((), dtype=torch.int64, device=self.device)
+        with torch.no_grad(), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            passes = []
+            for seed in (1, 2):
+                torch.manual_seed(seed)
+                flat = self.initial.to(self.device, self.dtype).clone()
+                passes.append(self(self.layout.unpack(flat), x, train=True, key=key))
+        self.keyed = bool(torch.equal(passes[0], passes[1]))
+
+    def activation_size(self, x: Tensor) -> int:
+        """Numbers that one sample leaves behind on its way through, for estimating memory."""
+        total = 0
+
+        def count(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            nonlocal total
+            if isinstance(output, Tensor):
+                total += output.numel()
+
+        leaves = [m for m in self._module.modules() if not list(m.children())]
+        handles = [leaf.register_forward_hook(count) for leaf in leaves]
+        try:
+            with torch.no_grad():
+                flat = self.initial.to(self.device, self.dtype)
+                self(self.layout.unpack(flat), x[:1])
+        finally:
+            for handle in handles:
+                handle.remove()
+        return total + x[:1].numel()
+
+
+def flatten(module: nn.Module) -> Tensor:
+    """The module's values as one flat vector [P] on the CPU."""
+    layout = Layout.of(module)
+    named: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+    slots = (*layout.parameters, *layout.buffers)
+    return torch.cat([named[s.name].detach().reshape(-1).cpu() for s in slots])
+
+
+def state_dict(module: nn.Module, flat: Tensor) -> dict[str, Tensor]:
+    """A plain state_dict of `module` with the values of a flat vector, integer buffers as they are."""
+    layout = Layout.of(module)
+    values = layout.unpack(flat.detach().cpu())
+    made = {}
+    for name, tensor in module.state_dict(keep_vars=False).items():
+        made[name] = values[name].to(tensor.dtype).clone() if name in values else tensor.clone()
+    return made
+
+
+def _exchange(module: nn.Module, context: _Context, path: str) -> nn.Module:
+    """Exchange BatchNorm and dropout, keeping the names of their parameters and buffers."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return _MaskedBatchNorm(module, context, path)
+    if type(module) in _DROPOUT:
+        return _KeyedDropout(module, context)
+    for name, child in module.named_children():
+        setattr(module, name, _exchange(child, context, f"{path}.{name}"))
+    return module
+
+
+class _MaskedBatchNorm(nn.Module):
+    """BatchNorm whose statistics leave masked rows out.
+
+    A batch with a single value per channel has no variance: it is normalised by the running statistics
+    and does not change them (torch would raise, and one odd batch would lose the client).
+    """
+
+    def __init__(self, original: nn.modules.batchnorm._BatchNorm, context: _Context, path: str) -> None:
+        super().__init__()
+        if original.track_running_stats and original.momentum is None:
+            raise ModelError(f"{path}: BatchNorm with momentum=None (a cumulative mean) cannot be averaged; set one.")
+        self.weight, self.bias = original.weight, original.bias
+        self.register_buffer("running_mean", original.running_mean)
+        self.register_buffer("running_var", original.running_var)
+        self.momentum, self.eps = original.momentum or 0.0, original.eps
+        self._context = [context]  # in a list, so that torch does not look into it
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [B, C, ...]."""
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        running_mean, running_var = self.running_mean, self.running_var
+        if not self.training and running_mean is not None:
+            mean, var = running_mean, running_var
+        else:
+            mean, var = self._statistics(x, running_mean, running_var)
+        scale = torch.rsqrt(var + self.eps)
+        if self.weight is not None:
+            scale = scale * self.weight
+        shift = -mean * scale
+        if self.bias is not None:
+            shift = shift + self.bias
+        return x * scale.reshape(shape) + shift.reshape(shape)
+
+    def _statistics(self, x: Tensor, old_mean: Any, old_var: Any) -> tuple[Tensor, Tensor]:
+        axes = [0, *range(2, x.dim())]
+        spatial = x.shape[2:].numel()
+        mask = self._context[0].mask if self.training else None
+        if mask is None:
+            count = torch.tensor(float(x.shape[0] * spatial), dtype=x.dtype, device=x.device)
+            weight = torch.ones((), dtype=x.dtype, device=x.device)
+        else:
+            count = mask.sum() * spatial
+            weight = mask.reshape([-1] + [1] * (x.dim() - 1))
+        mean = (x * weight).sum(axes) / count
+        centered = (x - mean.reshape([1, -1] + [1] * (x.dim() - 2))) * weight
+        var = (centered * centered).sum(axes) / count
+        if old_mean is None:
+            return mean, var
+        alone = count <= 1
+        if self.training:
+            with torch.no_grad():
+                unbiased = var * (count / (count - 1).clamp_min(1))
+                keep = torch.where(alone, torch.zeros_like(count), torch.full_like(count, self.momentum))
+                old_mean.copy_(old_mean + keep * (mean.detach() - old_mean))
+                old_var.copy_(old_var + keep * (unbiased.detach() - old_var))
+        return torch.where(alone, old_mean.clone(), mean), torch.where(alone, old_var.clone(), var)
+
+
+_DROPOUT = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
+
+
+class _KeyedDropout(nn.Module):
+    """Dropout whose choice is a hash of client, step, layer, row and place."""
+
+    def __init__(self, original: nn.Module, context: _Context) -> None:
+        super().__init__()
+        self.p = float(original.p)  # type: ignore[arg-type]
+        self._channels = bool(_DROPOUT[type(original)])
+        self._layer = context.layers = context.layers + 1
+        self._context = [context]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop entries (or whole channels) of [B, ...] in train mode."""
+        key = self._context[0].key
+        if not self.training or self.p == 0 or key is None:
+            return x
+        shape = x.shape[:2] if self._channels else x.shape
+        hashes = bits(mix(key + self._layer), math.prod(shape)).reshape(shape)
+        # 53 random bits against p; the same on every device, in every precision.
+        keep = ((hashes >> 11) & ((1 << 53) - 1)) >= int(self.p * 2**53)
+        keep = keep.reshape(*shape, *[1] * (x.dim() - len(shape)))
+        return x * keep / (1 - self.p) if self.p < 1 else x * 0
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
+    """Loss of each sample: [b, L] and classes [b] -> [b]."""
+    return nn.functional.cross_entropy(outputs, y, reduction="none")
+
+
+def mse(outputs: Tensor, y: Tensor) -> Tensor:
+    """Mean squared error of each sample; integer classes are compared as one-hot vectors."""
+    if not y.is_floating_point():
+        target = nn.functional.one_hot(y, outputs.shape[-1]).to(outputs.dtype)
+    else:
+        target = y.to(outputs.dtype).reshape(outputs.shape)
+    return ((outputs - target) ** 2).flatten(1).mean(1)
+
+
+LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mse}

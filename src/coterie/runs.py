@@ -1,0 +1,339 @@
+"""The run folder: create, append, checkpoint, resume, load.
+
+    runs/<name>/ config.toml · environment.json · rounds.jsonl · clients.npz · labels.npy · summary.json
+                 checkpoint/round-000012/ (tensors.safetensors, state.json, digests.json) · artifacts/
+
+Every file is written to a temporary name, synced and renamed; rounds.jsonl is appended to and cut back to
+the checkpoint on resume. Two checkpoints are kept; one that is cut short or altered is refused by name and
+the one before it is used. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import os
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.errors import CheckpointError, RunError, StorageError
+
+SCHEMA = 1
+_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything a run needs to go on after a round."""
+
+    round: int
+    tensors: dict[str, Tensor]
+    plain: dict[str, Any]
+
+
+class RunFolder:
+    """One run on disk. Only one process at a time may write into it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    # ---- making and opening ----
+
+    @classmethod
+    def create(cls, root: Path, name: str | None, default_name: str, config: Mapping[str, Any]) -> RunFolder:
+        """Make a new folder; a name that is taken is refused, a default name gets the next free number."""
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"The folder {root} cannot be made: {error.strerror}.") from error
+        for number in range(1, 1_000_000):
+            path = root / (name or (default_name if number == 1 else f"{default_name}-{number}"))
+            try:
+                path.mkdir()
+                break
+            except FileExistsError as error:
+                if name is not None:
+                    raise RunError(
+                        f"The run folder {path} exists; go on with 'coterie resume {path}', or choose another --name."
+                    ) from error
+            except OSError as error:
+                raise StorageError(f"The folder {path} cannot be made: {error.strerror}.") from error
+        folder = cls(path)
+        folder.lock()
+        (path / "artifacts").mkdir()
+        folder.write_text("config.toml", to_toml({"schema": SCHEMA, **config}))
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An existing run; a folder that is none, or from a newer version, is refused."""
+        folder = cls(path)
+        if not (path / "config.toml").is_file():
+            raise RunError(f"{path} is not a run folder: it has no config.toml.")
+        found = folder.config().get("schema")
+        if not isinstance(found, int) or found > SCHEMA:
+            raise RunError(
+                f"{path} has schema {found}, and this version of coterie reads up to {SCHEMA}; use a newer coterie."
+            )
+        return folder
+
+    def lock(self) -> None:
+        """Hold the folder for writing until this process ends."""
+        handle = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            handle.close()
+            raise RunError(f"{self.path} is in use by another process.") from error
+        self._lock = handle
+
+    def unlock(self) -> None:
+        """Let others write."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    # ---- reading ----
+
+    def config(self) -> dict[str, Any]:
+        """The resolved settings."""
+        try:
+            return tomllib.loads((self.path / "config.toml").read_text())
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise RunError(f"{self.path / 'config.toml'} is damaged: {error}.") from error
+
+    def read_json(self, name: str) -> Any:
+        """A JSON file of the run, None if it is not there."""
+        path = self.path / name
+        if not path.exists():
+            return None
+        try:
+            return json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise RunError(f"{path} is damaged: {error}.") from error
+
+    def summary(self) -> dict[str, Any] | None:
+        """The result, None while there is none."""
+        found = self.read_json("summary.json")
+        return found if isinstance(found, dict) else None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rounds so far; a last line that is still being written is left out."""
+        path = self.path / "rounds.jsonl"
+        if not path.exists():
+            return []
+        complete = path.read_bytes().rpartition(b"\n")[0]
+        try:
+            return [json.loads(line) for line in complete.splitlines()]
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise RunError(f"{path} is damaged: {error}.") from error
+
+    # ---- writing ----
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one round to rounds.jsonl."""
+        try:
+            with (self.path / "rounds.jsonl").open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise self._refused("rounds.jsonl", error) from error
+
+    def rows_bytes(self) -> int:
+        """Length of rounds.jsonl."""
+        path = self.path / "rounds.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+    def cut_rows(self, length: int) -> None:
+        """Cut rounds.jsonl back to a checkpoint."""
+        path = self.path / "rounds.jsonl"
+        if path.exists() or length:
+            if self.rows_bytes() < length:
+                raise RunError(f"{path} is shorter than the checkpoint says: lines were removed from it.")
+            with path.open("r+b") as lines:
+                lines.truncate(length)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a whole file, or leave the old one as it was."""
+        self._write_bytes(self.path / name, text.encode())
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file."""
+        self.write_text(name, json.dumps(value, indent=2) + "\n")
+
+    def write_array(self, name: str, array: NDArray[Any]) -> None:
+        """Write an .npy file."""
+        buffer = io.BytesIO()
+        np.save(buffer, array, allow_pickle=False)
+        self._write_bytes(self.path / name, buffer.getvalue())
+
+    def write_arrays(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Write an .npz file."""
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+        self._write_bytes(self.path / name, buffer.getvalue())
+
+    def _write_bytes(self, path: Path, content: bytes) -> None:
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as out:
+                out.write(content)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise self._refused(path.name, error) from error
+
+    def _refused(self, what: str, error: OSError) -> StorageError:
+        last = self._saved_rounds()
+        kept = f"the checkpoint of round {last[-1]} is kept" if last else "there is no checkpoint yet"
+        return StorageError(
+            f"{what} of {self.path} could not be written: {error.strerror or error}; {kept}. "
+            f"Make room and go on with 'coterie resume {self.path}'."
+        )
+
+    # ---- checkpoints ----
+
+    def save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint whole, then forget all but the last two."""
+        home = self.path / "checkpoint"
+        final = home / _folder_name(checkpoint.round)
+        temporary = home / f".{final.name}.tmp"
+        try:
+            home.mkdir(exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            safetensors.torch.save_file(_storable(checkpoint.tensors), temporary / "tensors.safetensors")
+            state = {"schema": SCHEMA, "round": checkpoint.round, **checkpoint.plain}
+            (temporary / "state.json").write_text(json.dumps(state))
+            digests = {name: _digest(temporary / name) for name in ("tensors.safetensors", "state.json")}
+            (temporary / "digests.json").write_text(json.dumps(digests))
+            for name in (*digests, "digests.json"):
+                _sync(temporary / name)
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(temporary, final)
+            _sync(home)
+        except (OSError, safetensors.SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            problem = error if isinstance(error, OSError) else OSError(str(error))
+            raise self._refused(f"The checkpoint of round {checkpoint.round}", problem) from error
+        for old in self._saved_rounds()[:-_KEPT]:
+            shutil.rmtree(home / _folder_name(old), ignore_errors=True)
+
+    def load_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint that is whole, and a sentence about each one that is not."""
+        problems = []
+        for round in reversed(self._saved_rounds()):
+            try:
+                return self._read_checkpoint(round), problems
+            except CheckpointError as error:
+                problems.append(str(error))
+        return None, problems
+
+    def _read_checkpoint(self, round: int) -> Checkpoint:
+        path = self.path / "checkpoint" / _folder_name(round)
+        try:
+            digests = json.loads((path / "digests.json").read_text())
+            for name in ("tensors.safetensors", "state.json"):
+                if _digest(path / name) != digests[name]:
+                    raise CheckpointError(f"{path / name} was cut short or altered; this checkpoint is not used.")
+            plain = json.loads((path / "state.json").read_text())
+            tensors = safetensors.torch.load_file(path / "tensors.safetensors")
+        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}); this checkpoint is not used.") from error
+        if plain["schema"] > SCHEMA:
+            raise CheckpointError(f"{path} has schema {plain['schema']}; this version reads up to {SCHEMA}.")
+        return Checkpoint(round, tensors, plain)
+
+    def _saved_rounds(self) -> list[int]:
+        home = self.path / "checkpoint"
+        if not home.is_dir():
+            return []
+        return sorted(int(p.name.removeprefix("round-")) for p in home.glob("round-*") if p.is_dir())
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[RunFolder]:
+        """Hold the folder for writing within a block."""
+        if self._lock is None:
+            self.lock()
+        try:
+            yield self
+        finally:
+            self.unlock()
+
+
+def _folder_name(round: int) -> str:
+    return f"round-{round:06d}"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, contiguous, and no two of them in the same memory, as safetensors wants them."""
+    made: dict[str, Tensor] = {}
+    places: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        place = plain.untyped_storage().data_ptr()
+        if place in places or plain.untyped_storage().nbytes() != plain.numel() * plain.element_size():
+            plain = plain.clone()
+        places.add(plain.untyped_storage().data_ptr())
+        made[name] = plain
+    return made
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """A TOML document of plain values and tables of them.
+
+    >>> print(to_toml({"schema": 1, "run": {"name": "a", "lr": 0.1, "shape": [1, 2]}}))
+    schema = 1
+    <BLANKLINE>
+    [run]
+    name = "a"
+    lr = 0.1
+    shape = [1, 2]
+    <BLANKLINE>
+    """
+    plain = {k: v for k, v in values.items() if not isinstance(v, Mapping)}
+    tables = {k: v for k, v in values.items() if isinstance(v, Mapping)}
+    lines = [f"{key} = {_toml_value(value)}" for key, value in plain.items()]
+    for key, table in tables.items():
+        lines += ["", f"[{key}]"]
+        lines += [f"{name} = {_toml_value(value)}" for name, value in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return repr(value)

@@ -1,0 +1,67 @@
+"""One client per user of the data: the natural split, by who made the samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from coterie.errors import DataError
+from coterie.federation import cut
+from coterie.scenario import Deal, Hand, Part, register_part
+from coterie.settings import setting
+
+
+@register_part
+@dataclass(frozen=True)
+class ByUser(Part):
+    """Each user's samples to one client, the last share of them (or those not `is_train`) for testing."""
+
+    key: ClassVar[str] = "by_user"
+    summary: ClassVar[str] = "one client per user of the data"
+
+    test: float = setting(0.2, "share of a user's samples for testing, where the data has no split", gt=0, lt=1)
+    min_samples: int = setting(1, "users with fewer samples are left out", ge=1)
+
+    def plan(self, deal: Deal) -> None:
+        """Deal by user; the users' own groups, if the data has them, are the true groups."""
+        data = deal.dataset
+        if data.user is None:
+            raise DataError(f"{data.name} does not say who made which sample; use another scenario, such as iid.")
+        if data.group is not None:
+            count = int(data.group.max()) + 1
+            deal.set_groups([f"group-{g}" for g in range(count)], [() for _ in range(count)])
+        deal.set_dealer(self.deal)
+
+    def deal(self, deal: Deal) -> list[Hand]:
+        """One hand per user; `clients`, if asked for, takes that many users by hash."""
+        data = deal.dataset
+        assert data.user is not None
+        order = np.argsort(data.user, kind="stable")
+        starts = np.searchsorted(data.user[order], np.arange(len(data.user_names) + 1))
+        users = [u for u in range(len(data.user_names)) if starts[u + 1] - starts[u] >= self.min_samples]
+        if deal.clients is not None:
+            if deal.clients > len(users):
+                raise DataError(f"{data.name} has {len(users)} users; {deal.clients} clients were asked for.")
+            chosen = deal.rng.at("users").permutation(len(users))[: deal.clients]
+            users = [users[i] for i in chosen.sort().values.tolist()]
+        hands = []
+        for user in users:
+            name, rows = data.user_names[user], order[starts[user] : starts[user + 1]]
+            if len(rows) < 2:
+                raise DataError(
+                    f"User '{name}' of {data.name} has {len(rows)} sample(s): one to train on and one to test on "
+                    "are needed. Leave such users out with --set scenario.min_samples=2."
+                )
+            group = 0 if data.group is None else int(data.group[rows[0]])
+            if data.is_train is None:
+                shuffled = torch.from_numpy(rows)[deal.rng.at("split", name).permutation(len(rows))]
+                # At least one sample on each side, however small the share.
+                train, test = cut(shuffled, max(self.test, 1.0 / len(rows)))
+            else:
+                flags = data.is_train[rows]
+                train, test = torch.from_numpy(rows[flags]), torch.from_numpy(rows[~flags])
+            hands.append(Hand(name, group, train, test))
+        return hands

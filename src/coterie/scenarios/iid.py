@@ -1,0 +1,21 @@
+"""All clients of one kind: samples dealt out evenly at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from coterie.scenario import Deal, Part, deal_evenly, register_part
+
+
+@register_part
+@dataclass(frozen=True)
+class Iid(Part):
+    """Every training sample to exactly one client."""
+
+    key: ClassVar[str] = "iid"
+    summary: ClassVar[str] = "samples dealt out evenly at random"
+
+    def plan(self, deal: Deal) -> None:
+        """Deal evenly."""
+        deal.set_dealer(deal_evenly)

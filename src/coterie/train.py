@@ -1,0 +1,261 @@
+"""The one round loop: sample a cohort, let the method do its round, evaluate, record, checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.algorithm import Algorithm, Personal
+from coterie.block import adapt_and_evaluate, evaluate
+from coterie.engine import Engine, Failure
+from coterie.errors import Interrupted
+from coterie.federation import Federation
+from coterie.metrics import agreement, best_rounds, churn, cluster_sizes, evaluation
+from coterie.randomness import Rng
+from coterie.runs import Checkpoint, RunFolder
+from coterie.settings import check, setting
+
+Row = dict[str, Any]
+Observer = Callable[[Row], None]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long, with whom, and how often to look and to save."""
+
+    rounds: int = setting(20, "number of rounds", ge=1)
+    participation: float = setting(1.0, "share of the clients that take part in a round", gt=0, le=1)
+    seed: int = setting(0, "what all randomness hangs on", ge=0)
+    evaluate_every: int = setting(1, "evaluate every so many rounds, and in the last one", ge=1)
+    checkpoint_every: float = setting(30.0, "seconds between checkpoints; 0: after each round", ge=0)
+
+
+@dataclass
+class Progress:
+    """Where a run stands: all that a checkpoint holds beside the method's state."""
+
+    round: int = 0
+    rows: list[Row] = field(default_factory=list)
+    labels: list[NDArray[np.int64]] = field(default_factory=list)  # after each round, the start first
+    scores: list[dict[str, NDArray[Any]]] = field(default_factory=list)  # of each evaluation
+    score_rounds: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("start", "train", "server", "evaluate"), 0.0))
+
+
+class Trainer:
+    """Runs a method on an engine; with a folder, so that it can be stopped and resumed at any moment."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        engine: Engine,
+        federation: Federation,
+        schedule: Schedule,
+        folder: RunFolder | None = None,
+        observer: Observer | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        check(schedule)
+        check(algorithm)
+        algorithm.check(len(federation))
+        self.algorithm, self.engine, self.federation = algorithm, engine, federation
+        self.schedule, self.folder = schedule, folder
+        self.progress = Progress()
+        self.state: Any = None
+        self._observer = observer
+        self._should_stop = should_stop
+        self._rng = Rng.seed(schedule.seed).at("run")
+        self._saved_at = time.monotonic()
+
+    def run(self) -> None:
+        """Run to the last round, from the start or from where `restore` put it."""
+        if self.state is None:
+            self._start()
+        while self.progress.round < self.schedule.rounds and not self.algorithm.should_stop(self.state):
+            self._round(self.progress.round + 1)
+            if self._should_stop():
+                self._save()
+                raise Interrupted(f"Stopped after round {self.progress.round} of {self.schedule.rounds}.")
+        self._save()
+
+    def _start(self) -> None:
+        began = time.perf_counter()
+        self.engine.begin(0, "start")
+        self.state = self.algorithm.init(self.engine.task, self.engine, self._rng.at("init"))
+        self.progress.labels.append(self.state.labels.numpy().copy())
+        self.progress.seconds["start"] += time.perf_counter() - began
+
+    def _round(self, number: int) -> None:
+        began, worked = time.perf_counter(), self.engine.client_seconds
+        before = self.progress.labels[-1]
+        failures, repairs = len(self.engine.failures), len(self.state.repairs)
+        rng = self._rng.at("round", number)
+        self.engine.begin(number, "round")
+        size = max(1, round(self.schedule.participation * self.engine.num_clients))
+        cohort = self.engine.draw(rng.at("cohort"), size)
+        self.state = self.algorithm.round(self.state, self.engine, cohort, rng.at("work"))
+        train = self.engine.client_seconds - worked
+        server = time.perf_counter() - began - train
+        self.progress.seconds["train"] += train
+        self.progress.seconds["server"] += server
+
+        labels = self.state.labels.numpy().copy()
+        row: Row = {"round": number, "cohort": len(cohort)}
+        last = number == self.schedule.rounds or self.algorithm.should_stop(self.state)
+        looked = time.perf_counter()
+        if last or number % self.schedule.evaluate_every == 0:
+            row |= self._evaluate(number)
+        row |= agreement(labels, self._groups())
+        row["churn"] = churn(before, labels)
+        row["cluster_sizes"] = cluster_sizes(labels, self.state.num_clusters)
+        row["clients_met"] = int((labels >= 0).sum())
+        row["failures"] = len(self.engine.failures) - failures
+        row["repairs"] = self.state.repairs[repairs:]
+        totals = self.engine.ledger.totals()
+        row["bytes"] = {"down": totals["down"], "up": totals["up"]}  # so far, evaluation aside
+        looking = time.perf_counter() - looked
+        self.progress.seconds["evaluate"] += looking
+        row["seconds"] = {"train": train, "server": server, "evaluate": looking}
+        self.progress.round = number
+        self.progress.rows.append(row)
+        self.progress.labels.append(labels)
+        if self.folder is not None:
+            self.folder.append(row)
+        if not last and time.monotonic() - self._saved_at >= self.schedule.checkpoint_every:
+            self._save()
+        if self._observer is not None:
+            self._observer(row)
+
+    def _evaluate(self, number: int) -> Row:
+        """Every client's personal model on its test samples."""
+        self.engine.begin(number, "evaluate")
+        everyone = self.engine.everyone()
+        scores = evaluate_clients(
+            self.engine, self.algorithm.personal(self.state, everyone), everyone, self._rng.at("evaluate", number)
+        )
+        self.engine.begin(number, "round")
+        self.progress.scores.append(scores)
+        self.progress.score_rounds.append(number)
+        return evaluation(scores)
+
+    def _groups(self) -> NDArray[np.int64] | None:
+        return None if self.federation.groups is None else self.federation.groups.numpy()
+
+    # ---- the summary ----
+
+    def summary(self) -> dict[str, Any]:
+        """The result in numbers, as `summary.json` and `--json` give it."""
+        rows, labels = self.progress.rows, self.progress.labels[-1]
+        last = next((row for row in reversed(rows) if "accuracy" in row), {})
+        seen = [row["accuracy"]["micro"] for row in rows if row.get("accuracy")]
+        accuracy = last.get("accuracy")
+        seconds = self.progress.seconds
+        return {
+            "rounds": self.progress.round,
+            "clients": len(self.federation),
+            "clients_met": int((labels >= 0).sum()),
+            "clusters": self.state.num_clusters,
+            "accuracy": accuracy | {"best5": best_rounds(seen)} if accuracy else None,
+            "f1": last.get("f1"),
+            "loss": last.get("loss"),
+            **agreement(labels, self._groups()),
+            "cluster_sizes": cluster_sizes(labels, self.state.num_clusters),
+            "repairs": list(self.state.repairs),
+            "failures": len(self.engine.failures),
+            "bytes": self.engine.ledger.totals(),
+            "seconds": {"total": sum(seconds.values()), **seconds},
+            "notes": list(self.engine.notes),
+            "seed": self.schedule.seed,
+            "stopped_early": self.progress.round < self.schedule.rounds,
+        }
+
+    # ---- saving and going on ----
+
+    def _save(self) -> None:
+        """Write a checkpoint and the arrays that go with it."""
+        self._saved_at = time.monotonic()
+        if self.folder is None:
+            return
+        labels = np.stack(self.progress.labels)
+        tensors = {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
+        tensors |= {f"memory.{name}": tensor for name, tensor in self.engine.memory_tensors().items()}
+        tensors["history.labels"] = torch.from_numpy(labels)
+        for name, values in self._score_history().items():
+            tensors[f"history.scores.{name}"] = torch.from_numpy(values)
+        plain = {
+            "state": self.state.plain(),
+            "ledger": self.engine.ledger.entries,
+            "failures": [asdict(failure) for failure in self.engine.failures],
+            "score_rounds": self.progress.score_rounds,
+            "seconds": self.progress.seconds,
+            "rows_bytes": self.folder.rows_bytes(),
+        }
+        self.folder.save_checkpoint(Checkpoint(self.progress.round, tensors, plain))
+        self.folder.write_array("labels.npy", labels)
+        self.folder.write_arrays("clients.npz", self.client_arrays())
+
+    def client_arrays(self) -> dict[str, NDArray[Any]]:
+        """What `clients.npz` holds: names, groups, sizes, and each client's scores by evaluation."""
+        arrays: dict[str, NDArray[Any]] = {
+            "name": np.array(self.federation.names),
+            "train_samples": self.federation.train.sizes.numpy(),
+            "round": np.array(self.progress.score_rounds, dtype=np.int64),
+        }
+        groups = self._groups()
+        if groups is not None:
+            arrays["group"] = groups
+        return arrays | self._score_history()
+
+    def _score_history(self) -> dict[str, NDArray[Any]]:
+        if not self.progress.scores:
+            return {}
+        names = self.progress.scores[0]
+        return {name: np.stack([scores[name] for scores in self.progress.scores]) for name in names}
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Put everything back as it was after that round; later rounds are cut off the folder."""
+        assert self.folder is not None
+        tensors, plain = checkpoint.tensors, checkpoint.plain
+
+        def under(prefix: str) -> dict[str, Tensor]:
+            return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+        self.state = self.algorithm.state_type.restore(under("state."), plain["state"], self.engine.device)
+        self.engine.load_memory(under("memory."))
+        self.engine.ledger.entries = plain["ledger"]
+        self.engine.failures[:] = [Failure(**values) for values in plain["failures"]]
+        self.folder.cut_rows(plain["rows_bytes"])
+        history = {name: values.numpy() for name, values in under("history.scores.").items()}
+        count = len(plain["score_rounds"])
+        self.progress = Progress(
+            round=checkpoint.round,
+            rows=self.folder.rows(),
+            labels=list(tensors["history.labels"].numpy()),
+            scores=[{name: values[i] for name, values in history.items()} for i in range(count)],
+            score_rounds=list(plain["score_rounds"]),
+            seconds=dict(plain["seconds"]),
+        )
+
+
+def evaluate_clients(engine: Engine, personal: Personal, clients: Tensor, rng: Rng) -> dict[str, NDArray[Any]]:
+    """Scores of each client [n] with its personal model; clients that fail score 0 with samples = 0."""
+    step = evaluate if personal.adapt is None else adapt_and_evaluate
+    found: dict[str, NDArray[Any]] = {}
+    call = engine.call(
+        step, clients, models=personal.models, refs=personal.refs, work=personal.adapt, rng=rng
+    )
+    for chunk in call:
+        for name, values in chunk.answer.items():
+            numbers = values.cpu().numpy()
+            kind = np.int64 if name == "samples" else np.float64
+            found.setdefault(name, np.zeros(len(clients), dtype=kind))[chunk.positions.numpy()] = numbers
+    if not found:
+        found = {"samples": np.zeros(len(clients), dtype=np.int64), "loss": np.zeros(len(clients))}
+    return found
