@@ -76,8 +76,8 @@ class ClusterState:
     def restore(cls, tensors: dict[str, Tensor], plain: dict[str, Any], device: torch.device) -> Any:
         """The state that `tensors` and `plain` gave; labels stay on the CPU."""
         integers = (torch.int64, torch.int32, torch.bool)
-        placed = {name: t if t.dtype in integers else t.to(device) for name, t in tensors.items()}
-        return cls(**placed, **plain)
+        values: dict[str, Any] = {n: t if t.dtype in integers else t.to(device) for n, t in tensors.items()}
+        return cls(**values, **plain)
 
 
 @dataclass(frozen=True)
@@ -168,4 +168,3 @@ def find_algorithm(name: str) -> type[Algorithm]:
 def num_clusters_setting(default: int = 4) -> Any:
     """The field `num_clusters` that every clustered method has (`--clusters`)."""
     return setting(default, "number of clusters K", ge=1)
-

@@ -305,9 +305,7 @@ def _train(
                 raise RunError(f"The data of {folder.path} has changed since the run began; it cannot be resumed.")
             chosen = {k: v for k, v in before["plan"].items() if k in ("chunk", "memory", "precision")}
     engine = make_engine(setup.engine, setup.task(), setup.federation, setup.device, chosen | setup.engine_settings)
-    trainer = Trainer(
-        setup.algorithm, engine, setup.federation, setup.schedule, folder, observer, should_stop
-    )
+    trainer = Trainer(setup.algorithm, engine, setup.federation, setup.schedule, folder, observer, should_stop)
     if folder is not None:
         folder.write_json("environment.json", environment(engine, digest))
         checkpoint, problems = folder.load_checkpoint()

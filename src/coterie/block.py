@@ -548,4 +548,3 @@ def check_network(network: Network, task: Task, federation: Federation) -> None:
         raise ModelError(f"The loss cannot take outputs of shape {tuple(outputs.shape)}: {reason}") from error
     if losses.shape != (len(x),):
         raise ModelError(f"The loss must give one number for each sample. Got shape {tuple(losses.shape)} instead.")
-

@@ -25,7 +25,8 @@ def squared_distances(rows: Tensor, centers: Tensor) -> Tensor:
 def cosine_distances(rows: Tensor, centers: Tensor) -> Tensor:
     """1 - cosine of each row [c, D] with each center [K, D]: [c, K]; a zero vector is at distance 1."""
     lengths = rows.norm(dim=1, keepdim=True) * centers.norm(dim=1)
-    return 1 - rows @ centers.T / lengths.clamp_min(torch.finfo(rows.dtype).tiny)
+    cosines: Tensor = rows @ centers.T / lengths.clamp_min(torch.finfo(rows.dtype).tiny)
+    return 1 - cosines
 
 
 class CenterSums:

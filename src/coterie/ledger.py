@@ -92,7 +92,9 @@ class Ledger:
 
     def totals(self) -> dict[str, Any]:
         """The ledger as it stands in a summary."""
-        phases: dict[str, dict[str, int]] = {p: {"down": 0, "up": 0, "scalars": 0} for p in ("start", "round", "evaluate")}
+        phases: dict[str, dict[str, int]] = {
+            p: {"down": 0, "up": 0, "scalars": 0} for p in ("start", "round", "evaluate")
+        }
         for name, entry in self.entries.items():
             for key in ("down", "up", "scalars"):
                 phases[name.partition("/")[0]][key] += entry[key]

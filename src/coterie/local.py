@@ -41,9 +41,7 @@ class SGD:
         """The work of that round (rounds count from 1; the start, round 0, works as round 1)."""
         return replace(self, lr=self.lr * self.lr_decay ** max(0, round - 1), lr_decay=1.0)
 
-    def direction(
-        self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]
-    ) -> Stack:
+    def direction(self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]) -> Stack:
         """What to descend along at `params`; `anchor` is where the call started."""
         return gradient(params, 0)
 
@@ -75,9 +73,7 @@ class Proximal(SGD):
         """That work with a proximal term."""
         return cls(**{name: getattr(work, name) for name in values_with_none(work)}, prox=prox)
 
-    def direction(
-        self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]
-    ) -> Stack:
+    def direction(self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]) -> Stack:
         """Gradient + prox * (w - start)."""
         found = gradient(params, 0)
         each = extras.get("prox")

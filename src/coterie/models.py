@@ -165,4 +165,3 @@ def _image(shape: tuple[int, ...], name: str, smallest: int) -> tuple[int, int, 
 def _at_least_one(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} of the model must be an int >= 1. Got {value!r} instead.")
-

@@ -193,7 +193,7 @@ def _exchange(module: nn.Module, context: _Context, path: str) -> nn.Module:
     """Exchange BatchNorm and dropout, keeping the names of their parameters and buffers."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return _MaskedBatchNorm(module, context, path)
-    if type(module) in _DROPOUT:
+    if isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in _CHANNEL_DROPOUT:
         return _KeyedDropout(module, context)
     for name, child in module.named_children():
         setattr(module, name, _exchange(child, context, f"{path}.{name}"))
@@ -206,6 +206,9 @@ class _MaskedBatchNorm(nn.Module):
     A batch with a single value per channel has no variance: it is normalised by the running statistics
     and does not change them (torch would raise, and one odd batch would lose the client).
     """
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
 
     def __init__(self, original: nn.modules.batchnorm._BatchNorm, context: _Context, path: str) -> None:
         super().__init__()
@@ -221,7 +224,7 @@ class _MaskedBatchNorm(nn.Module):
         """Normalise [B, C, ...]."""
         shape = [1, -1] + [1] * (x.dim() - 2)
         running_mean, running_var = self.running_mean, self.running_var
-        if not self.training and running_mean is not None:
+        if not self.training and running_mean is not None and running_var is not None:
             mean, var = running_mean, running_var
         else:
             mean, var = self._statistics(x, running_mean, running_var)
@@ -258,16 +261,16 @@ class _MaskedBatchNorm(nn.Module):
         return torch.where(alone, old_mean.clone(), mean), torch.where(alone, old_var.clone(), var)
 
 
-_DROPOUT = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
+_CHANNEL_DROPOUT = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
 
 
 class _KeyedDropout(nn.Module):
     """Dropout whose choice is a hash of client, step, layer, row and place."""
 
-    def __init__(self, original: nn.Module, context: _Context) -> None:
+    def __init__(self, original: nn.modules.dropout._DropoutNd, context: _Context) -> None:
         super().__init__()
-        self.p = float(original.p)  # type: ignore[arg-type]
-        self._channels = bool(_DROPOUT[type(original)])
+        self.p = float(original.p)
+        self._channels = _CHANNEL_DROPOUT[type(original)]
         self._layer = context.layers = context.layers + 1
         self._context = [context]
 

@@ -237,7 +237,7 @@ class RunFolder:
 
     def load_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that is whole, and a sentence about each one that is not."""
-        problems = []
+        problems: list[str] = []
         for round in reversed(self._saved_rounds()):
             try:
                 return self._read_checkpoint(round), problems

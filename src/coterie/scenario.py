@@ -88,7 +88,10 @@ class Deal:
     def carry_out(self, valid: float) -> Federation:
         """Deal the samples, carve the validation shares, and pack everything."""
         hands = (self.dealer or deal_evenly)(self)
-        train, held, tests, test_shard = [], [], [], []
+        train: list[Tensor] = []
+        held: list[Tensor] = []
+        tests: list[Tensor] = []
+        test_shard: list[int] = []
         shared: dict[int, int] = {}
         _, test_rows = self.train_and_test_rows()
         for hand in hands:

@@ -160,7 +160,7 @@ def _within(bounds: Mapping[str, float], value: Any) -> bool:
 def _kind_in_words(kind: Any, limits: str) -> str:
     words = {bool: "true or false", str: "a word", type(None): "nothing"}
     numbers = {int: f"an int{limits}", float: f"a number{limits}"}
-    parts = []
+    parts: list[str] = []
     for member in _members(kind):
         if typing.get_origin(member) is Literal:
             parts.extend(f"'{choice}'" for choice in typing.get_args(member))
@@ -168,5 +168,5 @@ def _kind_in_words(kind: Any, limits: str) -> str:
             inner = typing.get_args(member)[0]
             parts.append(f"a list, each entry {numbers.get(inner) or words.get(inner, inner)}")
         else:
-            parts.append(numbers.get(member) or words.get(member) or getattr(member, "__name__", str(member)))
+            parts.append(numbers.get(member) or words.get(member) or str(getattr(member, "__name__", member)))
     return " or ".join(dict.fromkeys(parts))

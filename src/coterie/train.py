@@ -46,7 +46,9 @@ class Progress:
     labels: list[NDArray[np.int64]] = field(default_factory=list)  # after each round, the start first
     scores: list[dict[str, NDArray[Any]]] = field(default_factory=list)  # of each evaluation
     score_rounds: list[int] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("start", "train", "server", "evaluate"), 0.0))
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("start", "train", "server", "evaluate"), 0.0)
+    )
 
 
 class Trainer:
@@ -248,9 +250,7 @@ def evaluate_clients(engine: Engine, personal: Personal, clients: Tensor, rng: R
     """Scores of each client [n] with its personal model; clients that fail score 0 with samples = 0."""
     step = evaluate if personal.adapt is None else adapt_and_evaluate
     found: dict[str, NDArray[Any]] = {}
-    call = engine.call(
-        step, clients, models=personal.models, refs=personal.refs, work=personal.adapt, rng=rng
-    )
+    call = engine.call(step, clients, models=personal.models, refs=personal.refs, work=personal.adapt, rng=rng)
     for chunk in call:
         for name, values in chunk.answer.items():
             numbers = values.cpu().numpy()

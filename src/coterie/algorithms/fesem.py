@@ -14,7 +14,7 @@ label; and under label skew L2 sees the labels rather than the kind of client.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -41,7 +41,9 @@ def train_near_center(block: Block, models: Models, work: SGD, mean_samples: Ten
 class FeSEMState(ClusterState):
     """The centers, and what newcomers are compared to."""
 
-    start_centers: Tensor = torch.empty(0)  # [K, P] the centers of the first clustering, near the common start
+    start_centers: Tensor = field(
+        default_factory=lambda: torch.empty(0)
+    )  # [K, P] the centers of the first clustering, near the common start
     mean_samples: float = 0.0  # mean number of samples of the clients met at the start
 
 
@@ -118,9 +120,7 @@ class FeSEM(Algorithm):
         clusters = min(self.num_clusters, len(rows))
         return kmeans(rows, clusters, rng.at("k-means"), keys, restarts=self.restarts).labels
 
-    def _started(
-        self, state: FeSEMState, who: Tensor, labels: Tensor, sums: CenterSums, samples: Tensor
-    ) -> FeSEMState:
+    def _started(self, state: FeSEMState, who: Tensor, labels: Tensor, sums: CenterSums, samples: Tensor) -> FeSEMState:
         centers = sums.means(keep=state.centers)
         by_client = state.labels.clone()
         by_client[who] = labels
@@ -164,9 +164,7 @@ class FeSEM(Algorithm):
 
     # ---- helpers ----
 
-    def _train(
-        self, state: FeSEMState, engine: Engine, cohort: Tensor, labels: Tensor, rng: Rng
-    ) -> Iterator[Chunk]:
+    def _train(self, state: FeSEMState, engine: Engine, cohort: Tensor, labels: Tensor, rng: Rng) -> Iterator[Chunk]:
         """Ask clients to train: each from its center, or from the common start if it was not met yet."""
         table = torch.cat([state.centers, state.common.unsqueeze(0)])
         refs = torch.where(labels[cohort] < 0, self.num_clusters, labels[cohort])

@@ -33,7 +33,9 @@ class Local(Algorithm):
     def init(self, task: Task, engine: Engine, rng: Rng) -> ClusterState:
         """Nothing on the server; every client is its own cluster once it has trained."""
         size = task.layout.size * engine.dtype.itemsize
-        engine.require_memory(engine.num_clients * size, f"Local keeps a model for each of {engine.num_clients} clients:")
+        engine.require_memory(
+            engine.num_clients * size, f"Local keeps a model for each of {engine.num_clients} clients:"
+        )
         state: ClusterState = ClusterState.common_start(engine, num_clusters=0)
         return state
 

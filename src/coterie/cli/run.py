@@ -187,9 +187,11 @@ def show(path: Annotated[Path, typer.Argument(help="The run folder.")], json_: J
         return
     rows, settings = folder.rows(), folder.config()["run"]
     if json_:
-        print(json.dumps({"path": str(path), "finished": False, "rounds_done": len(rows), "last": (rows or [None])[-1]}))
+        last = rows[-1] if rows else None
+        print(json.dumps({"path": str(path), "finished": False, "rounds_done": len(rows), "last": last}))
         return
-    print(f"{path}: {settings['algorithm']} on {settings['dataset']}, not finished: round {len(rows)} of {settings['rounds']}.")
+    what = f"{settings['algorithm']} on {settings['dataset']}"
+    print(f"{path}: {what}, not finished: round {len(rows)} of {settings['rounds']}.")
     if rows:
         print(RoundProgress._numbers(rows[-1]))
     print(f"Go on with 'coterie resume {path}'.")
