@@ -20,7 +20,7 @@ from coterie.block import Task
 from coterie.config import Experiment, merge, resolve
 from coterie.engine import Engine
 from coterie.engines import make_engine
-from coterie.errors import ConfigError, MissingExtra, RunError
+from coterie.errors import ConfigError, Interrupted, MissingExtra, RunError, StorageError, UnknownName
 from coterie.federation import Federation
 from coterie.local import SGD
 from coterie.models import Builder, build_model, import_object
@@ -275,6 +275,8 @@ def find_loss(loss: str | Loss) -> Loss:
         return loss
     if loss in LOSSES:
         return LOSSES[loss]
+    if ":" not in loss:
+        raise UnknownName("loss", loss, LOSSES)
     found: Loss = import_object(loss, "loss")
     return found
 
@@ -286,16 +288,22 @@ def execute(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Result:
     """Run to the end, from the beginning or from the folder's last whole checkpoint."""
-    check(setup.work)
     if folder is None:
         return _train(setup, None, observer, should_stop)
     with folder.held():
-        return _train(setup, folder, observer, should_stop)
+        try:
+            return _train(setup, folder, observer, should_stop)
+        except (StorageError, Interrupted):
+            raise  # what there is can be resumed
+        except Exception:
+            folder.discard()  # a run that could not begin leaves nothing behind
+            raise
 
 
 def _train(
     setup: Setup, folder: RunFolder | None, observer: Observer | None, should_stop: Callable[[], bool]
 ) -> Result:
+    check(setup.work)
     digest = setup.federation.digest()
     chosen: dict[str, Any] = {}
     if folder is not None:

@@ -7,7 +7,7 @@ computes gradients and outputs for a stack of models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,17 +35,30 @@ class Task:
     draw: Callable[[Rng], Tensor]  # other first weights of the same network, [P]
 
 
-class Answer(dict[str, Tensor]):
+class Answer(Mapping[str, Tensor]):
     """Named tensors [c, ...], one row for each client; `answer.params` is `answer["params"]`."""
 
     def __init__(self, **tensors: Tensor) -> None:
-        super().__init__(tensors)
+        taken = [name for name in tensors if hasattr(Mapping, name)]
+        if taken:
+            raise ConfigError(f"An answer cannot have a tensor named '{taken[0]}'; choose another name.")
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
     def __getattr__(self, name: str) -> Tensor:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"the answer has no '{name}'; it has {', '.join(self)}") from None
+        tensors = self.__dict__.get("_tensors", {})
+        if name not in tensors:
+            raise AttributeError(f"the answer has no '{name}'; it has {', '.join(tensors) or 'nothing'}")
+        found: Tensor = tensors[name]
+        return found
 
 
 @dataclass(frozen=True)

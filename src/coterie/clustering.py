@@ -12,6 +12,8 @@ from torch import Tensor
 
 from coterie.randomness import Rng, bits, race
 
+_PIECE = 1 << 20  # numbers looked at together
+
 
 def squared_distances(rows: Tensor, centers: Tensor) -> Tensor:
     """Squared L2 distance of each row [c, D] to each center [K, D]: [c, K].
@@ -19,7 +21,13 @@ def squared_distances(rows: Tensor, centers: Tensor) -> Tensor:
     By differences, not by a matrix product: models of one run are close together and far from zero, where
     ||a||^2 - 2ab + ||b||^2 loses all digits.
     """
-    return torch.stack([(rows - center).square().sum(1) for center in centers], dim=1)
+    found = torch.zeros(len(rows), len(centers), dtype=rows.dtype, device=rows.device)
+    # Some columns at a time: the differences of large models then stay in the cache.
+    width = max(1, _PIECE // max(1, len(rows)))
+    for part, other in zip(rows.split(width, dim=1), centers.split(width, dim=1), strict=True):
+        for k, center in enumerate(other):
+            found[:, k] += (part - center).square_().sum(1)
+    return found
 
 
 def cosine_distances(rows: Tensor, centers: Tensor) -> Tensor:
@@ -42,7 +50,7 @@ class CenterSums:
         share = torch.nn.functional.one_hot(labels, len(self._sums)).to(rows.dtype)  # [c, K]
         if weights is not None:
             share = share * weights.to(rows.device, rows.dtype).unsqueeze(1)
-        self._sums += share.T @ rows
+        self._sums.addmm_(share.T, rows)
         self.weights += share.sum(0).double()
 
     def means(self, keep: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ def resolve(tables: Tables, *, lenient_clusters: bool = True) -> Experiment:
         schedule=build(Schedule, schedule_values, "run"),
         engine=_word(run, "engine", "vectorized"),
         device=_word(run, "device", "auto"),
-        data_dir=run.get("data_dir"),
+        data_dir=_word(run, "data_dir", "") or None,
         engine_settings=dict(tables.get("engine", {})),
         notes=notes,
     )

@@ -59,6 +59,11 @@ class Dataset:
             raise DataError(f"{self.name}: x has NaN or infinite values; clean them before training.")
         if self.num_classes and int(self.y.min()) < 0:
             raise DataError(f"{self.name}: labels must be 0 or larger. Got {int(self.y.min())} instead.")
+        if self.num_classes and int(self.y.max()) >= self.num_classes:
+            raise DataError(
+                f"{self.name}: labels must be less than the number of classes, {self.num_classes}. "
+                f"Got {int(self.y.max())} instead."
+            )
         return self
 
 

@@ -140,7 +140,7 @@ def import_object(spec: str, what: str) -> Any:
         sys.path.insert(0, here)
     try:
         return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(f"{what} {spec} cannot be imported: {error}.") from error
 
 
@@ -165,3 +165,6 @@ def _image(shape: tuple[int, ...], name: str, smallest: int) -> tuple[int, int, 
 def _at_least_one(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} of the model must be an int >= 1. Got {value!r} instead.")
+
+
+import coterie.networks  # noqa: E402, F401  last, because it registers its networks with the names above

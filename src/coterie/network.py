@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class _Context:
 
     mask: Tensor | None = None  # [B], 1 for a real row
     key: Tensor | None = None  # scalar int64
-    layers: int = field(default=0)
+    draws: int = 0  # dropout layers met on the way through, so that a layer used twice draws twice
 
 
 class Network:
@@ -113,8 +113,8 @@ class Network:
         prepared = copy.deepcopy(module)
         self.layout = Layout.of(prepared)
         self.initial = flatten(prepared)  # [P] float32 or as made, on the CPU
-        prepared = _exchange(prepared, self._context, type(module).__name__)
-        self._module = prepared.to(device=device, dtype=dtype)
+        prepared = _exchange(prepared, self._context, type(module).__name__, {})
+        self._module = prepared.to(device=device, dtype=dtype).train()  # all layers alike, however it was given
         self._module.requires_grad_(False)
         self.dtype = dtype
         self.device = device
@@ -132,23 +132,26 @@ class Network:
         """Outputs of one model for inputs [B, ...]; in train mode the float buffers in `tensors` are updated."""
         if self._module.training != train:
             self._module.train(train)
-        self._context.mask, self._context.key = mask, key
+        self._context.mask, self._context.key, self._context.draws = mask, key, 0
         outputs = torch.func.functional_call(self._module, dict(tensors), (x,))
         if not isinstance(outputs, Tensor):
             raise ModelError(f"The network must return one tensor. Got {type(outputs).__name__} instead.")
         return outputs
 
     def find_out_keyed(self, x: Tensor) -> None:
-        """Notice a network that draws random numbers of its own (functional dropout): two passes differ."""
+        """Notice a network that draws random numbers of its own (functional dropout): torch's generator moves on."""
         x = x[:2].to(self.device, self.dtype)
         key = torch.zeros((), dtype=torch.int64, device=self.device)
-        with torch.no_grad(), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            passes = []
-            for seed in (1, 2):
-                torch.manual_seed(seed)
-                flat = self.initial.to(self.device, self.dtype).clone()
-                passes.append(self(self.layout.unpack(flat), x, train=True, key=key))
-        self.keyed = bool(torch.equal(passes[0], passes[1]))
+        cuda = self.device.type == "cuda"
+
+        def states() -> list[Tensor]:
+            return [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if cuda else [])]
+
+        with torch.no_grad(), torch.random.fork_rng(devices=[self.device] if cuda else []):
+            before = states()
+            flat = self.initial.to(self.device, self.dtype).clone()
+            self(self.layout.unpack(flat), x, train=True, key=key)
+            self.keyed = all(torch.equal(old, new) for old, new in zip(before, states(), strict=True))
 
     def activation_size(self, x: Tensor) -> int:
         """Numbers that one sample leaves behind on its way through, for estimating memory."""
@@ -184,20 +187,31 @@ def state_dict(module: nn.Module, flat: Tensor) -> dict[str, Tensor]:
     layout = Layout.of(module)
     values = layout.unpack(flat.detach().cpu())
     made = {}
-    for name, tensor in module.state_dict(keep_vars=False).items():
-        made[name] = values[name].to(tensor.dtype).clone() if name in values else tensor.clone()
+    # Tied tensors have one name in the layout and several here.
+    first = {id(t): n for n, t in (*module.named_parameters(), *module.named_buffers())}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        known = values.get(first.get(id(tensor), name))
+        made[name] = (tensor.detach() if known is None else known.to(tensor.dtype)).clone()
     return made
 
 
-def _exchange(module: nn.Module, context: _Context, path: str) -> nn.Module:
-    """Exchange BatchNorm and dropout, keeping the names of their parameters and buffers."""
+def _exchange(module: nn.Module, context: _Context, path: str, done: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Exchange BatchNorm and dropout, keeping the names of their parameters and buffers.
+
+    A layer may stand under several names; `done` gives it the same exchange at each.
+    """
+    if module in done:
+        return done[module]
+    done[module] = module
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return _MaskedBatchNorm(module, context, path)
-    if isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in _CHANNEL_DROPOUT:
-        return _KeyedDropout(module, context)
-    for name, child in module.named_children():
-        setattr(module, name, _exchange(child, context, f"{path}.{name}"))
-    return module
+        done[module] = _MaskedBatchNorm(module, context, path)
+    elif isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in _CHANNEL_DROPOUT:
+        done[module] = _KeyedDropout(module, context)
+    else:
+        for name, child in module._modules.items():
+            if child is not None:
+                setattr(module, name, _exchange(child, context, f"{path}.{name}", done))
+    return done[module]
 
 
 class _MaskedBatchNorm(nn.Module):
@@ -265,13 +279,12 @@ _CHANNEL_DROPOUT = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, n
 
 
 class _KeyedDropout(nn.Module):
-    """Dropout whose choice is a hash of client, step, layer, row and place."""
+    """Dropout whose choice is a hash of client, step, place in the network, row and entry."""
 
     def __init__(self, original: nn.modules.dropout._DropoutNd, context: _Context) -> None:
         super().__init__()
         self.p = float(original.p)
         self._channels = _CHANNEL_DROPOUT[type(original)]
-        self._layer = context.layers = context.layers + 1
         self._context = [context]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -280,7 +293,8 @@ class _KeyedDropout(nn.Module):
         if not self.training or self.p == 0 or key is None:
             return x
         shape = x.shape[:2] if self._channels else x.shape
-        hashes = bits(mix(key + self._layer), math.prod(shape)).reshape(shape)
+        self._context[0].draws += 1
+        hashes = bits(mix(key + self._context[0].draws), math.prod(shape)).reshape(shape)
         # 53 random bits against p; the same on every device, in every precision.
         keep = ((hashes >> 11) & ((1 << 53) - 1)) >= int(self.p * 2**53)
         keep = keep.reshape(*shape, *[1] * (x.dim() - len(shape)))
@@ -301,7 +315,7 @@ def mse(outputs: Tensor, y: Tensor) -> Tensor:
         target = nn.functional.one_hot(y, outputs.shape[-1]).to(outputs.dtype)
     else:
         target = y.to(outputs.dtype).reshape(outputs.shape)
-    return ((outputs - target) ** 2).flatten(1).mean(1)
+    return ((outputs - target) ** 2).unsqueeze(-1).flatten(1).mean(1)
 
 
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mse}

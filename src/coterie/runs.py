@@ -49,6 +49,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.is_new = False  # made by this process
         self._lock: IO[str] | None = None
 
     # ---- making and opening ----
@@ -66,6 +67,8 @@ class RunFolder:
                 path.mkdir()
                 break
             except FileExistsError as error:
+                if name is not None and not (path / "config.toml").exists():
+                    raise RunError(f"{path} exists and is not a run folder; choose another --name.") from error
                 if name is not None:
                     raise RunError(
                         f"The run folder {path} exists; go on with 'coterie resume {path}', or choose another --name."
@@ -73,9 +76,15 @@ class RunFolder:
             except OSError as error:
                 raise StorageError(f"The folder {path} cannot be made: {error.strerror}.") from error
         folder = cls(path)
-        folder.lock()
-        (path / "artifacts").mkdir()
-        folder.write_text("config.toml", to_toml({"schema": SCHEMA, **config}))
+        folder.is_new = True
+        try:
+            folder.lock()
+            (path / "artifacts").mkdir()
+            folder.write_text("config.toml", to_toml({"schema": SCHEMA, **config}))
+        except OSError as error:
+            folder.discard()
+            reason = error.__cause__ if isinstance(error, StorageError) else error
+            raise StorageError(f"The run folder {path} cannot be written: {_reason(reason)}.") from error
         return folder
 
     @classmethod
@@ -85,7 +94,9 @@ class RunFolder:
         if not (path / "config.toml").is_file():
             raise RunError(f"{path} is not a run folder: it has no config.toml.")
         found = folder.config().get("schema")
-        if not isinstance(found, int) or found > SCHEMA:
+        if not isinstance(found, int):
+            raise RunError(f"{path / 'config.toml'} is damaged: it does not say its schema.")
+        if found > SCHEMA:
             raise RunError(
                 f"{path} has schema {found}, and this version of coterie reads up to {SCHEMA}; use a newer coterie."
             )
@@ -93,7 +104,10 @@ class RunFolder:
 
     def lock(self) -> None:
         """Hold the folder for writing until this process ends."""
-        handle = (self.path / ".lock").open("w")
+        try:
+            handle = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be written: {_reason(error)}.") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -106,6 +120,12 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def discard(self) -> None:
+        """Take a folder away that this process made and in which no round was done."""
+        if self.is_new and not self.rows_bytes() and not self._saved_rounds():
+            self.unlock()
+            shutil.rmtree(self.path, ignore_errors=True)
 
     # ---- reading ----
 
@@ -203,7 +223,7 @@ class RunFolder:
         last = self._saved_rounds()
         kept = f"the checkpoint of round {last[-1]} is kept" if last else "there is no checkpoint yet"
         return StorageError(
-            f"{what} of {self.path} could not be written: {error.strerror or error}; {kept}. "
+            f"{what} of {self.path} could not be written: {_reason(error)}; {kept}. "
             f"Make room and go on with 'coterie resume {self.path}'."
         )
 
@@ -216,6 +236,8 @@ class RunFolder:
         temporary = home / f".{final.name}.tmp"
         try:
             home.mkdir(exist_ok=True)
+            if self.rows_bytes():
+                _sync(self.path / "rounds.jsonl")  # a checkpoint must not know of rows that a power cut could take
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             safetensors.torch.save_file(_storable(checkpoint.tensors), temporary / "tensors.safetensors")
@@ -232,7 +254,10 @@ class RunFolder:
             shutil.rmtree(temporary, ignore_errors=True)
             problem = error if isinstance(error, OSError) else OSError(str(error))
             raise self._refused(f"The checkpoint of round {checkpoint.round}", problem) from error
-        for old in self._saved_rounds()[:-_KEPT]:
+        # Later ones can only be damaged ones that this run has gone back behind.
+        saved = self._saved_rounds()
+        kept = [round for round in saved if round <= checkpoint.round][-_KEPT:]
+        for old in set(saved) - set(kept):
             shutil.rmtree(home / _folder_name(old), ignore_errors=True)
 
     def load_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
@@ -240,9 +265,14 @@ class RunFolder:
         problems: list[str] = []
         for round in reversed(self._saved_rounds()):
             try:
-                return self._read_checkpoint(round), problems
+                found = self._read_checkpoint(round)
+                if problems:
+                    problems.append(f"The checkpoint of round {round} is used.")
+                return found, problems
             except CheckpointError as error:
                 problems.append(str(error))
+        if problems:
+            problems.append("No whole checkpoint is left; the run begins again with the first round.")
         return None, problems
 
     def _read_checkpoint(self, round: int) -> Checkpoint:
@@ -279,6 +309,11 @@ class RunFolder:
 
 def _folder_name(round: int) -> str:
     return f"round-{round:06d}"
+
+
+def _reason(error: object) -> str:
+    """What the system said, without number and path."""
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _digest(path: Path) -> str:

@@ -68,9 +68,9 @@ class Deal:
             raise ConfigError("This scenario has two parts that deal out samples; keep one of them.")
         self.dealer = dealer
 
-    def client_groups(self) -> list[int]:
-        """The group of each client: as even as can be, group after group."""
-        total, groups = self.clients or 0, len(self.views)
+    def client_groups(self, total: int | None = None) -> list[int]:
+        """The group of each client (of `total`, or of as many as asked): as even as can be, group after group."""
+        total, groups = self.clients or 0 if total is None else total, len(self.views)
         if total < groups:
             raise ConfigError(f"clients must be at least the number of groups, {groups}. Got {total} instead.")
         return [i * groups // total for i in range(total)]

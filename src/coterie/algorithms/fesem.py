@@ -94,12 +94,12 @@ class FeSEM(Algorithm):
 
     def _start_from_sketches(self, state: FeSEMState, engine: Engine, everyone: Tensor, rng: Rng) -> FeSEMState:
         """Two identical passes: one sketches the models for clustering, one adds them into the centers."""
-        width = self._columns(engine.task)
-        seen = width.stop - width.start
-        sketch = Sketch(seen, self.sketch, rng, engine.device)
+        columns = self._columns(engine.task)
+        sketch = Sketch(columns.stop - columns.start, self.sketch, rng, engine.device)
         rows, samples, clients = [], [], []
         for chunk in self._train(state, engine, everyone, state.labels, rng.at("start")):
-            rows.append(sketch(self._seen(chunk.answer.params, state, engine)))
+            # The update, not the model: what is small is sketched with a small error.
+            rows.append(sketch(chunk.answer.params[:, columns] - state.common[columns]))
             samples.append(chunk.answer.samples)
             clients.append(chunk.clients)
         if not clients:
@@ -134,15 +134,17 @@ class FeSEM(Algorithm):
         for chunk in self._train(state, engine, cohort, state.labels, rng):
             known = (state.labels[chunk.clients] >= 0).to(engine.device)
             seen = self._seen(chunk.answer.params, state, engine)
-            nearest = self._distances(seen, state.centers, state, engine).argmin(1)  # [c]
-            first = self._distances(seen, state.start_centers, state, engine).argmin(1)
-            # A client met for the first time trained from the common start, as the start centers did.
-            chosen = torch.where(known, nearest, first)
+            chosen = self._distances(seen, state.centers, state, engine).argmin(1)  # [c]
+            weights = torch.ones(len(chosen), device=engine.device)
+            if self.weighting == "samples":
+                weights = chunk.answer.samples
+            if not bool(known.all()):
+                # A client met for the first time trained from the common start, as the start centers did;
+                # its model is rounds behind, so it does not move a center yet.
+                first = self._distances(seen, state.start_centers, state, engine).argmin(1)
+                chosen, weights = torch.where(known, chosen, first), weights * known
             labels[chunk.clients] = chosen.cpu()
-            own = chunk.answer.samples if self.weighting == "samples" else None
-            joins = known.nonzero().flatten()
-            # Its model is a round old, so it does not move a center yet.
-            sums.add(chunk.answer.params[joins], chosen[joins], None if own is None else own[joins])
+            sums.add(chunk.answer.params, chosen, weights)
         centers = sums.means(keep=state.centers)
         moved = float((centers - state.centers).norm(dim=1).max())
         is_calm = bool((labels == state.labels).all()) and moved < self.tolerance
@@ -180,9 +182,9 @@ class FeSEM(Algorithm):
         return task.layout.head if self.layers == "head" else slice(0, task.layout.num_parameters)
 
     def _seen(self, models: Tensor, state: FeSEMState, engine: Engine) -> Tensor:
-        """What the distance looks at: the update of the chosen layers from the common start."""
+        """What the distance looks at: the chosen layers; for cosine, their update from the common start."""
         columns = self._columns(engine.task)
-        return models[:, columns] - state.common[columns]
+        return models[:, columns] if self.distance == "l2" else models[:, columns] - state.common[columns]
 
     def _distances(self, seen: Tensor, centers: Tensor, state: FeSEMState, engine: Engine) -> Tensor:
         measure = squared_distances if self.distance == "l2" else cosine_distances

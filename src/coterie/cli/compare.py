@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from pathlib import Path
@@ -15,7 +16,7 @@ from coterie.api import Setup, execute
 from coterie.cli import run as flags_of
 from coterie.cli.output import RoundProgress, megabytes, stderr, stop_on_ctrl_c
 from coterie.config import apply_set, merge, read_tables, resolve
-from coterie.errors import ConfigError, Interrupted
+from coterie.errors import ConfigError, CoterieError, Interrupted
 from coterie.runs import RunFolder
 
 DEFAULT = ("local", "fedavg", "ifca", "fesem")
@@ -58,15 +59,19 @@ def compare(
     names = list(dict.fromkeys(algorithm or DEFAULT))
     layers = merge(read_tables(config) if config else {}, flags_of.flags_to_tables(flags))
     tables = apply_set(layers, set_ or [])
-    # Everything is resolved before anything runs: a bad name costs nothing.
+    # Everything is resolved and checked before anything runs: a bad name or number costs nothing.
     plans = {
         (key, seed): resolve(merge(tables, {"run": {"algorithm": key, "seed": seed}}))
         for seed in range(count)
         for key in names
     }
+    num_clients = len(plans[names[0], 0].federation())
+    for key in names:
+        plans[key, 0].algorithm.check(num_clients)
     root = _make_root(out, name, next(iter(plans.values())).dataset)
     hidden = quiet or json_
     summaries: dict[str, list[dict[str, Any]]] = {key: [] for key in names}
+    folder: RunFolder | None = None
     try:
         with stop_on_ctrl_c(hidden) as pressed:
             for (key, seed), experiment in plans.items():
@@ -75,7 +80,12 @@ def compare(
                 with RoundProgress(setup.schedule.rounds, f"{key} seed {seed}", hidden) as progress:
                     summaries[key].append(execute(setup, folder, progress, pressed).summary)
     except (Interrupted, KeyboardInterrupt):
-        raise Interrupted(f"Stopped; finished runs are in {root}.") from None
+        going = f"; the one that was running goes on with 'coterie resume {folder.path}'" if folder else ""
+        raise Interrupted(f"Stopped; finished runs are in {root}{going}.") from None
+    except CoterieError:
+        with contextlib.suppress(OSError):
+            root.rmdir()  # goes only if no run is in it
+        raise
     rows = [_row(key, found) for key, found in summaries.items()]
     (root / "comparison.json").write_text(json.dumps(rows, indent=2) + "\n")
     if json_:

@@ -53,13 +53,18 @@ def main(arguments: list[str] | None = None) -> None:
         console.print("stopped")
         sys.exit(130)
     except click.ClickException as error:
-        console.print(f"[bold red]error:[/] {_escaped(error.format_message())}")
+        said = error.format_message()
+        if said:  # without arguments, click has shown the help and has nothing to add
+            console.print(f"[bold red]error:[/] {_escaped(said)}")
         sys.exit(2)
     except KeyboardInterrupt:
         console.print("stopped")
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
+    except OSError as error:  # a disk or a folder that says no where nothing more could be said about it
+        console.print(f"[bold red]error:[/] {_escaped(str(error))}")
+        sys.exit(2)
 
 
 def _escaped(text: str) -> str:

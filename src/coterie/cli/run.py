@@ -156,9 +156,9 @@ def resume(
     tables.pop("schema")
     if tables.get("run", {}).get("from_python"):
         raise RunError(f"{path} was started from Python with objects of its own; resume it from there.")
-    folder.lock()
-    experiment = resolve(tables)
-    carry_through(Setup.of(experiment), folder, experiment.notes, json_, quiet)
+    with folder.held():
+        experiment = resolve(tables)
+        carry_through(Setup.of(experiment), folder, experiment.notes, json_, quiet)
 
 
 def carry_through(setup: Setup, folder: RunFolder, notes: list[str], json_: bool, quiet: bool) -> None:

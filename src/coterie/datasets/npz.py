@@ -86,6 +86,9 @@ def _open(path: Path) -> Any:
     if not path.exists():
         raise DataError(f"There is no file {path}.")
     try:
+        with path.open("rb") as file:  # numpy would leave a damaged archive open
+            if file.read(2) == b"PK" and not zipfile.is_zipfile(file):
+                raise zipfile.BadZipFile("the archive is cut short")
         arrays = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} is not a readable .npz file: {error}.") from error
@@ -115,6 +118,8 @@ def _labels(y: NDArray[Any], path: Path) -> tuple[torch.Tensor, int]:
             raise DataError(f"{path}: classes must be one number a sample. Got shape {y.shape}.")
         return torch.from_numpy(y.astype(np.int64)), int(y.max()) + 1 if len(y) else 1
     if y.dtype.kind == "f":
+        if not y.ndim:
+            raise DataError(f"{path}: targets must have one entry a sample. Got shape {y.shape}.")
         if not np.isfinite(y).all():
             raise DataError(f"{path}: y has NaN or infinite values.")
         return torch.from_numpy(y.astype(np.float32)), 0

@@ -50,7 +50,7 @@ class Synthetic(Source):
         prototypes = 64 + 128 * (point.at("prototypes").uniform(self.classes, width) > 0.5).to(torch.int16)
         x = torch.empty(len(user), width, dtype=torch.uint8)
         generator = torch.Generator().manual_seed(point.at("noise").key & ((1 << 63) - 1))
-        reach = max(1, round(64 * self.noise * 2))
+        reach = round(128 * self.noise)
         for rows in torch.arange(len(user)).split(max(1, _SLAB // width)):
             jitter = torch.randint(-reach, reach + 1, (len(rows), width), dtype=torch.int16, generator=generator)
             x[rows] = (prototypes[concept[rows]] + jitter).clamp_(0, 255).to(torch.uint8)

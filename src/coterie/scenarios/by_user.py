@@ -47,15 +47,17 @@ class ByUser(Part):
                 raise DataError(f"{data.name} has {len(users)} users; {deal.clients} clients were asked for.")
             chosen = deal.rng.at("users").permutation(len(users))[: deal.clients]
             users = [users[i] for i in chosen.sort().values.tolist()]
+        # Users without groups of their own are spread over those that another part makes.
+        spread = deal.client_groups(len(users)) if users and data.group is None else []
         hands = []
-        for user in users:
+        for position, user in enumerate(users):
             name, rows = data.user_names[user], order[starts[user] : starts[user + 1]]
             if len(rows) < 2:
                 raise DataError(
                     f"User '{name}' of {data.name} has {len(rows)} sample(s): one to train on and one to test on "
                     "are needed. Leave such users out with --set scenario.min_samples=2."
                 )
-            group = 0 if data.group is None else int(data.group[rows[0]])
+            group = spread[position] if data.group is None else int(data.group[rows[0]])
             if data.is_train is None:
                 shuffled = torch.from_numpy(rows)[deal.rng.at("split", name).permutation(len(rows))]
                 # At least one sample on each side, however small the share.

@@ -1,0 +1,51 @@
+"""A method of your own: client half, server half, both engines.
+
+FedMedian trains one model and takes the median of the clients' models, entry by entry, instead of the mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import coterie
+from coterie import Algorithm, Answer, Block, ClusterState, Engine, Models, Rng, client_step, register, setting
+
+
+@client_step
+def train_clipped(block: Block, models: Models, work: coterie.SGD, limit: Tensor) -> Answer:
+    """Client half: train, and answer with an update no longer than `limit`."""
+    start = models.rows()  # [c, P]
+    update = block.train(start, work) - start
+    return Answer(update=update * (limit / update.norm(dim=1, keepdim=True)).clamp(max=1))
+
+
+@register
+@dataclass(frozen=True)
+class FedMedian(Algorithm):
+    """Server half: one center, moved by the median of the clients' updates."""
+
+    key: ClassVar[str] = "fedmedian"
+    limit: float = setting(5.0, "longest update a client may answer with", gt=0)
+
+    def init(self, task: Any, engine: Engine, rng: Rng) -> ClusterState:
+        return ClusterState.common_start(engine, num_clusters=1)
+
+    def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
+        everyone = torch.zeros(len(cohort), dtype=torch.int64)
+        limit = torch.tensor(self.limit, device=engine.device)
+        call = engine.call(
+            train_clipped, cohort, models=state.centers, refs=everyone, payload={"limit": limit}, rng=rng
+        )
+        updates = torch.cat([chunk.answer.update for chunk in call])  # [C, P]
+        labels = state.labels.index_fill(0, cohort, 0)
+        return replace(state, centers=state.centers + updates.median(0).values, labels=labels)
+
+
+if __name__ == "__main__":
+    for engine in ("loop", "vectorized"):
+        result = coterie.run(FedMedian(), "rotated-digits", rounds=5, engine=engine)
+        print(f"{engine}: accuracy {result.summary['accuracy']['macro']:.4f}")
