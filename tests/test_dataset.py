@@ -88,12 +88,12 @@ def test_find_preset_of_a_missing_file():
 
 def test_source_by_key():
     assert source_class("digits").key == "digits"
-    with pytest.raises(UnknownName, match="There is no source 'digit'. Did you mean 'digits'?"):
+    with pytest.raises(UnknownName, match=r"There is no source 'digit'\. Did you mean 'digits'\?"):
         source_class("digit")
 
 
 def test_positive_clients():
     assert positive_clients(None, 40) == 40
     assert positive_clients(7, 40) == 7
-    with pytest.raises(ConfigError, match="clients must be an int >= 1. Got 0 instead."):
+    with pytest.raises(ConfigError, match=r"clients must be an int >= 1\. Got 0 instead\."):
         positive_clients(0, 40)

@@ -117,7 +117,7 @@ def test_rename_changes_names_and_nothing_else(federation):
 
 
 def test_rename_to_a_name_that_is_taken(federation):
-    with pytest.raises(DataError, match="tiny has two clients named 'c'; names must be unique."):
+    with pytest.raises(DataError, match=r"tiny has two clients named 'c'; names must be unique\."):
         federation.rename({"a": "c"})
 
 

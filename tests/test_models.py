@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import sys
 
 import pytest
 import torch
@@ -81,7 +83,7 @@ def test_samples_that_do_not_fit(name, shape, sentence):
 
 @pytest.mark.parametrize("hidden", [0, -1, 2.5, True, "many"])
 def test_bad_settings(hidden):
-    with pytest.raises(ConfigError, match="hidden of the model must be an int >= 1. Got"):
+    with pytest.raises(ConfigError, match=r"hidden of the model must be an int >= 1\. Got"):
         build("mlp", hidden=hidden)
 
 
@@ -127,9 +129,9 @@ def test_a_network_in_a_file_of_the_current_folder(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["elsewhere"])
-    monkeypatch.delitem(__import__("sys").modules, "own_network_file", raising=False)
+    monkeypatch.delitem(sys.modules, "own_network_file", raising=False)
     assert size(build("own_network_file:make", (4,), 2)) == 10
-    with pytest.raises(ConfigError, match="model own_network_file:number is not callable."):
+    with pytest.raises(ConfigError, match=r"model own_network_file:number is not callable\."):
         find_model("own_network_file:number")
     with pytest.raises(ConfigError, match="model own_network_file:missing cannot be imported"):
         find_model("own_network_file:missing")
@@ -142,4 +144,4 @@ def test_what_cannot_be_imported_gives_one_sentence(spec):
 
 
 def test_import_object():
-    assert import_object("math:pi", "loss") == __import__("math").pi
+    assert import_object("math:pi", "loss") == math.pi

@@ -11,6 +11,15 @@ from coterie.models import find_model, models
 from coterie.networks import celeba_cnn, mobilenetv2, resnet18
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Layers this small are slower on several threads than on one, and much slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def size(module):
     return sum(parameter.numel() for parameter in module.parameters())
 

@@ -74,7 +74,7 @@ def test_default_names_are_numbered(tmp_path: Path):
 @pytest.mark.parametrize("place", ["file", "file/below"])
 def test_an_impossible_place_is_one_sentence(tmp_path: Path, place: str):
     (tmp_path / "file").write_text("here")
-    with pytest.raises(StorageError, match="cannot be made: (File exists|Not a directory)"):
+    with pytest.raises(StorageError, match=r"cannot be made: (File exists|Not a directory)"):
         RunFolder.create(tmp_path / place, "a", "unused", CONFIG)
     assert (tmp_path / "file").read_text() == "here"
 
@@ -226,7 +226,7 @@ def test_files_are_read_back(folder: RunFolder):
     with np.load(folder.path / "clients.npz", allow_pickle=False) as arrays:
         assert arrays["name"].tolist() == ["a", "b"]
         assert arrays["loss"].tolist() == [0.1, 0.2]
-    assert not [p for p in folder.path.rglob("*.tmp")]
+    assert not list(folder.path.rglob("*.tmp"))
 
 
 def test_python_objects_are_never_written(folder: RunFolder):
@@ -253,7 +253,7 @@ def test_a_refused_write_leaves_the_old_file(folder: RunFolder, monkeypatch: pyt
         folder.write_json("summary.json", {"new": True})
     assert "there is no checkpoint yet" in str(got.value)
     assert folder.summary() == {"old": True}
-    assert not [p for p in folder.path.rglob("*.tmp")]
+    assert not list(folder.path.rglob("*.tmp"))
 
 
 def test_a_row_that_does_not_fit_names_the_checkpoint_that_is_kept(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):

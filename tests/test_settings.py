@@ -105,7 +105,7 @@ def test_build_takes_what_a_file_or_flag_can_hold():
 
 
 def test_build_does_not_turn_truth_into_a_number():
-    with pytest.raises(ConfigError, match="share of Sample must be a number > 0 and <= 1. Got True instead"):
+    with pytest.raises(ConfigError, match=r"share of Sample must be a number > 0 and <= 1\. Got True instead"):
         build(Sample, {"share": True}, "algorithm")
 
 

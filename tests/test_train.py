@@ -26,6 +26,15 @@ from coterie.settings import fields_of
 from coterie.train import Schedule
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors are tiny here: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def federation(clients: int = 6) -> Federation:
     """Two kinds of client of ragged sizes; the second kind calls class 0 what is 1 for the first."""
     random = torch.Generator().manual_seed(5)
@@ -49,7 +58,9 @@ def setup(algorithm: Algorithm | str = "fesem", **changes: Any) -> Setup:
     work = changes.pop("work", SGD(lr=0.2, epochs=2, batch_size=5, momentum=0.5))
     model = changes.pop("model", "mclr")
     schedule = Schedule(**{"rounds": 4, "checkpoint_every": 0.0, "participation": 0.7, "seed": 3} | changes)
-    return Setup(chosen, chosen.key, data, data.name, model, {}, work, "cross_entropy", schedule, "vectorized", "cpu", {})
+    return Setup(
+        chosen, chosen.key, data, data.name, model, {}, work, "cross_entropy", schedule, "vectorized", "cpu", {}
+    )
 
 
 def start(what: Setup, root: Path, name: str = "run", **more: Any) -> Result:
@@ -261,11 +272,11 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("name", ["fesem", "local"])
+@pytest.mark.parametrize("name", ["fesem", pytest.param("local", marks=pytest.mark.slow)])
 def test_killed_before_anything_it_does_to_the_disk_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    what = setup(name, rounds=2)
+    what = setup(name, rounds=2, work=SGD(lr=0.2, batch_size=10))
     start(what, tmp_path, "whole")
     expected = outcome(tmp_path / "whole")
     moments = 0

@@ -94,7 +94,8 @@ def kmeans(
         counts = members.sum(2, keepdim=True)
         centers = torch.where(counts > 0, members @ x / counts.clamp_min(1), centers)
         _revive(centers, counts, x, distances, labels)
-    inertia = (x - centers.gather(1, labels.unsqueeze(2).expand(-1, -1, x.shape[1]))).square().sum((1, 2))  # [R]
+    # One restart after the other: all at once would take R times the memory of the rows.
+    inertia = torch.stack([(x - centers[r][labels[r]]).square().sum() for r in range(restarts)])  # [R]
     best = int(inertia.argmin())
     return KMeans(labels[best].cpu(), (centers[best] + mean).to(rows.dtype), float(inertia[best]))
 

@@ -71,7 +71,7 @@ class Proximal(SGD):
     @classmethod
     def of(cls, work: SGD, prox: float) -> Proximal:
         """That work with a proximal term."""
-        return cls(**{name: getattr(work, name) for name in values_with_none(work)}, prox=prox)
+        return cls(**{**values_with_none(work), "prox": prox})
 
     def direction(self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]) -> Stack:
         """Gradient + prox * (w - start)."""

@@ -150,14 +150,14 @@ def test_a_missing_file(tmp_path):
 def test_what_is_no_npz_file(tmp_path, content):
     path = tmp_path / "own.npz"
     path.write_bytes(content)
-    with pytest.raises(DataError, match="is not a readable .npz file"):
+    with pytest.raises(DataError, match=r"is not a readable \.npz file"):
         read_npz(path)
 
 
 def test_a_file_cut_short(save):
     path = save(x=np.ones((50, 2)), y=np.arange(50))
     path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(DataError, match="is not a readable .npz file"):
+    with pytest.raises(DataError, match=r"is not a readable \.npz file"):
         read_npz(path)
 
 
@@ -180,5 +180,5 @@ def test_a_single_array(tmp_path):
 
 
 def test_a_folder(tmp_path):
-    with pytest.raises(DataError, match="is not a readable .npz file"):
+    with pytest.raises(DataError, match=r"is not a readable \.npz file"):
         read_npz(tmp_path)

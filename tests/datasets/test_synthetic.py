@@ -114,7 +114,7 @@ def test_bad_settings(values, sentence):
 
 
 def test_no_clients_is_refused():
-    with pytest.raises(ConfigError, match="clients must be an int >= 1. Got 0 instead."):
+    with pytest.raises(ConfigError, match=r"clients must be an int >= 1\. Got 0 instead\."):
         SMALL.load(0, Rng.seed(0), None)
 
 

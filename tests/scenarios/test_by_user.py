@@ -94,9 +94,9 @@ def test_some_of_the_users(data):
 
 
 def test_more_clients_than_users(data):
-    with pytest.raises(DataError, match="own has 4 users; 5 clients were asked for."):
+    with pytest.raises(DataError, match=r"own has 4 users; 5 clients were asked for\."):
         deal(data, clients=5)
-    with pytest.raises(DataError, match="own has 2 users; 3 clients were asked for."):
+    with pytest.raises(DataError, match=r"own has 2 users; 3 clients were asked for\."):
         deal(data, clients=3, min_samples=10)
 
 
@@ -116,7 +116,7 @@ def test_a_user_with_one_sample_is_refused_with_the_way_out(data):
 
 
 def test_data_without_users(data):
-    with pytest.raises(DataError, match="own does not say who made which sample; use another scenario, such as iid."):
+    with pytest.raises(DataError, match=r"own does not say who made which sample; use another scenario, such as iid\."):
         deal(replace(data, user=None))
 
 
@@ -136,5 +136,5 @@ def test_groups_of_another_part_must_be_as_many_as_the_datas_own(data):
 
 
 def test_fewer_users_than_groups_of_another_part(data):
-    with pytest.raises(ConfigError, match="clients must be at least the number of groups, 5. Got 4 instead."):
+    with pytest.raises(ConfigError, match=r"clients must be at least the number of groups, 5\. Got 4 instead\."):
         deal(data, name="rotated+by_user", groups=5)

@@ -1,0 +1,163 @@
+"""`coterie compare`: the same data for every method, mean and standard deviation over seeds."""
+
+from __future__ import annotations
+
+import json
+import signal
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coterie.runs import RunFolder
+
+from .conftest import TINY, Command
+
+
+def nothing_was_made() -> bool:
+    return not list(Path().glob("runs/*"))
+
+
+def test_json_has_a_row_for_each_method_over_the_seeds(command: Command):
+    done = command("compare", "-a", "fedavg", "-a", "fesem", "--seeds", 3, *TINY, "--json")
+    assert done.code == 0
+    assert done.err == ""
+    found = done.json
+    assert found["dataset"] == "rotated-digits"
+    assert [row["algorithm"] for row in found["rows"]] == ["fedavg", "fesem"]
+    root = Path(found["path"])
+    assert json.loads((root / "comparison.json").read_text()) == found["rows"]
+    for row in found["rows"]:
+        key = row["algorithm"]
+        summaries = [json.loads((root / f"{key}-s{seed}" / "summary.json").read_text()) for seed in range(3)]
+        assert [s["seed"] for s in summaries] == [0, 1, 2]
+        assert row["seeds"] == 3
+        macro = [s["accuracy"]["macro"] for s in summaries]
+        assert row["accuracy"]["macro"]["mean"] == pytest.approx(statistics.fmean(macro))
+        assert row["accuracy"]["macro"]["std"] == pytest.approx(statistics.stdev(macro))
+        assert row["accuracy"]["macro"]["std"] > 0
+        assert row["bytes"]["up"] == {"mean": summaries[0]["bytes"]["up"], "std": 0}
+        assert row["f1"]["macro"]["mean"] == pytest.approx(statistics.fmean(s["f1"]["macro"] for s in summaries))
+    fedavg, fesem = found["rows"]
+    assert fesem["accuracy"]["macro"]["mean"] > fedavg["accuracy"]["macro"]["mean"] + 0.06
+    assert fesem["ari"] == {"mean": 1.0, "std": 0.0}
+    assert fedavg["start_bytes"]["up"]["mean"] == 0 < fesem["start_bytes"]["up"]["mean"]
+
+
+def test_methods_meet_the_same_data_and_seeds_do_not(command: Command):
+    root = Path(command("compare", "-a", "fedavg", "-a", "ifca", "--seeds", 2, *TINY, "--json").json["path"])
+    digest = {
+        (key, seed): json.loads((root / f"{key}-s{seed}" / "summary.json").read_text())["digest"]
+        for key in ("fedavg", "ifca")
+        for seed in (0, 1)
+    }
+    assert digest["fedavg", 0] == digest["ifca", 0]
+    assert digest["fedavg", 1] == digest["ifca", 1]
+    assert digest["fedavg", 0] != digest["fedavg", 1]
+
+
+def test_a_comparison_is_made_of_runs_like_any_other(command: Command):
+    root = Path(command("compare", "-a", "fesem", *TINY, "--json").json["path"])
+    alone = command("run", "-a", "fesem", *TINY, "--json").json
+    within = json.loads((root / "fesem-s0" / "summary.json").read_text())
+    for key in ("accuracy", "f1", "loss", "cluster_sizes", "bytes", "digest"):
+        assert within[key] == alone[key]
+    assert command("resume", root / "fesem-s0").code == 0
+    assert command("show", root / "fesem-s0", "--json").json == within
+
+
+def test_by_default_the_four_methods_in_a_table(command: Command):
+    done = command("compare", *TINY, "--seeds", 2)
+    assert done.code == 0
+    lines = {line.split()[1]: line for line in done.out.splitlines() if line.startswith("│")}
+    assert list(lines) == ["local", "fedavg", "ifca", "fesem"]
+    for key, line in lines.items():
+        assert line.count("+-") == 5, key  # accuracy, the worst, F1, ARI, seconds
+    assert "rotated-digits, 8 clients, 2 seed(s); mean +- standard deviation" in done.out
+    assert "run folders: runs/compare-rotated-digits" in done.err
+    assert "fesem seed 1: round 2/2" in done.err
+
+
+def test_one_seed_has_no_spread(command: Command):
+    done = command("compare", "-a", "fedavg", *TINY, "--quiet")
+    assert "+-" not in done.out.split("deviation", 1)[1]
+    assert "round" not in done.err
+
+
+def test_a_method_named_twice_runs_once(command: Command):
+    found = command("compare", "-a", "fedavg", "-a", "fedavg", *TINY, "--json").json
+    assert [row["algorithm"] for row in found["rows"]] == ["fedavg"]
+
+
+def test_numbers_instead_of_classes_are_compared_by_loss(command: Command):
+    x = np.random.default_rng(0).normal(size=(80, 3))
+    np.savez("own.npz", x=x, y=x.sum(1), user=np.arange(80) // 20)
+    base = ("compare", "-a", "fedavg", "--dataset", "own.npz", "--set", "run.loss=mse", "--rounds", 2)
+    (row,) = command(*base, "--json").json["rows"]
+    assert row["accuracy"] == {"macro": None, "micro": None, "bottom5": None}
+    assert row["ari"] is None
+    assert row["loss"]["macro"]["mean"] > 0
+    assert " - " in command(*base).out
+
+
+def test_config_file_and_flags(command: Command):
+    Path("e.toml").write_text("[run]\nclients = 8\nrounds = 9\n[work]\nepochs = 1\nlr = 0.5\n")
+    root = Path(command("compare", "-a", "fedavg", "--config", "e.toml", "--rounds", 1, "--json").json["path"])
+    config = RunFolder.open(root / "fedavg-s0").config()
+    assert (config["run"]["clients"], config["run"]["rounds"], config["work"]["lr"]) == (8, 1, 0.5)
+
+
+def test_a_name_that_is_taken_is_refused(command: Command):
+    command("compare", "-a", "fedavg", *TINY, "--name", "mine", "--json")
+    before = sorted(Path("runs/mine").rglob("*"))
+    assert "runs/mine exists" in command("compare", "-a", "fedavg", *TINY, "--name", "mine").error
+    assert sorted(Path("runs/mine").rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--seeds", "0"], "--seeds must be an int >= 1. Got '0' instead."),
+        (["--seeds", "-2"], "--seeds must be an int >= 1. Got '-2' instead."),
+        (["--seeds", "nan"], "--seeds must be an int. Got 'nan' instead."),
+        (["-a", "fedavg", "-a", "fesm"], "Did you mean 'fesem'?"),
+        (["--clusters", "9"], "must be at most the number of clients, 8. Got 9 instead."),
+        (["--clusters", "0"], "Got 0 instead."),
+        (["--lr", "nan"], "--lr must be a number. Got 'nan' instead."),
+        (["--dataset", "none.npz"], "There is no file none.npz."),
+        (["--model", "lenet"], "takes pictures of at least 12x12"),
+        (["--device", "gpu"], "Got 'gpu' instead."),
+        (["--config", "none.toml"], "There is no config file none.toml."),
+    ],
+)
+def test_what_cannot_be_compared_costs_nothing(command: Command, arguments: list[str], said: str):
+    done = command("compare", *TINY, *arguments)
+    assert said in done.error
+    assert len(done.err.splitlines()) == 1  # not a round was run for it
+    assert nothing_was_made()
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(
+    command: Command, monkeypatch: pytest.MonkeyPatch, presses: int
+):
+    real = RunFolder.append
+
+    def append(self: RunFolder, row: Any) -> None:
+        real(self, row)
+        if self.path.name == "fesem-s0":
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "append", append)
+        done = command("compare", "-a", "fedavg", "-a", "fesem", "-a", "ifca", *TINY, "--name", "c", "--quiet")
+    assert done.code == 130
+    assert done.out == ""
+    assert "finished runs are in runs/c" in done.err
+    assert "'coterie resume runs/c/fesem-s0'" in done.err
+    assert {p.name for p in Path("runs/c").iterdir()} == {"fedavg-s0", "fesem-s0"}
+    assert command("resume", "runs/c/fesem-s0", "--json").json["rounds"] == 2
+    assert command("show", "runs/c/fedavg-s0", "--json").json["rounds"] == 2

@@ -1,0 +1,169 @@
+"""What the engines in this process share: failures, memory, chunks, settings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coterie.algorithms.fedavg import FedAvg
+from coterie.block import Answer, client_step, train
+from coterie.engine import available_memory, resolve_device
+from coterie.engines import make_engine
+from coterie.errors import ConfigError, EngineError, UnknownName
+from coterie.randomness import Rng
+from tests.helpers import finished, ragged_federation, setup_of
+
+
+def engine_of(name="vectorized", **settings):
+    setup = setup_of(FedAvg(), engine=name, engine_settings=settings)
+    return make_engine(setup.engine, setup.task(), setup.federation, "cpu", setup.engine_settings)
+
+
+@client_step
+def number_of(block, models, work):
+    return Answer(number=block.clients.double() * 10)
+
+
+@client_step
+def spoil(block, models, work):
+    """Client 3 answers NaN, client 5 infinity."""
+    value = torch.ones(len(block), 4)
+    value[block.clients == 3] = torch.nan
+    value[block.clients == 5, 2] = torch.inf
+    return Answer(value=value)
+
+
+@client_step
+def raise_at_four(block, models, work):
+    if (block.clients == 4).any():
+        raise ZeroDivisionError("four")
+    return Answer(value=torch.ones(len(block)))
+
+
+@client_step
+def raise_everywhere(block, models, work):
+    raise ZeroDivisionError("all")
+
+
+@client_step
+def wrong_shape(block, models, work):
+    return Answer(value=torch.ones(len(block) + 1))
+
+
+@client_step
+def count_calls(block, models, work):
+    count = block.memory.get("calls", torch.zeros(len(block), 1)) + 1
+    block.memory.put("calls", count)
+    return Answer(count=count[:, 0])
+
+
+@pytest.mark.parametrize("name", ["loop", "vectorized"])
+class TestCall:
+    def test_every_client_of_the_cohort_answers_once(self, name):
+        engine = engine_of(name, chunk=2)
+        cohort = torch.tensor([7, 1, 4, 2, 8])
+        seen = {}
+        for chunk in engine.call(number_of, cohort, rng=Rng.seed(0)):
+            assert torch.equal(cohort[chunk.positions], chunk.clients)
+            seen |= dict(zip(chunk.clients.tolist(), chunk.answer.number.tolist(), strict=True))
+        assert seen == {c: 10.0 * c for c in cohort.tolist()}
+
+    def test_answers_that_are_not_finite_are_failures(self, name):
+        engine = engine_of(name)
+        engine.begin(2, "round")
+        clients = torch.cat([chunk.clients for chunk in engine.call(spoil, engine.everyone(), rng=Rng.seed(0))])
+        assert sorted(clients.tolist()) == [0, 1, 2, 4, 6, 7, 8]
+        assert sorted(f.client for f in engine.failures) == [engine.names[3], engine.names[5]]
+        assert {(f.round, f.reason) for f in engine.failures} == {(2, "the answer is not finite")}
+
+    def test_one_client_that_raises_does_not_stop_the_others(self, name):
+        engine = engine_of(name)
+        chunks = list(engine.call(raise_at_four, engine.everyone(), rng=Rng.seed(0)))
+        assert sorted(torch.cat([c.clients for c in chunks]).tolist()) == [0, 1, 2, 3, 5, 6, 7, 8]
+        assert [(f.client, f.reason) for f in engine.failures] == [(engine.names[4], "ZeroDivisionError: four")]
+
+    def test_wrong_shape_is_the_steps_fault(self, name):
+        engine = engine_of(name)
+        with pytest.raises(EngineError, match="wrong_shape answered 'value' of shape"):
+            list(engine.call(wrong_shape, engine.everyone(), rng=Rng.seed(0)))
+
+    def test_memory_stays_with_the_client(self, name):
+        engine = engine_of(name, chunk=3)
+        list(engine.call(count_calls, torch.tensor([0, 5]), rng=Rng.seed(0)))
+        found = {}
+        for chunk in engine.call(count_calls, torch.tensor([5, 6]), rng=Rng.seed(0)):
+            found |= dict(zip(chunk.clients.tolist(), chunk.answer["count"].tolist(), strict=True))
+        assert found == {5: 2.0, 6: 1.0}
+        other = engine_of(name)
+        other.load_memory(engine.memory_tensors())
+        again = {}
+        for chunk in other.call(count_calls, torch.tensor([0, 5, 8]), rng=Rng.seed(0)):
+            again |= dict(zip(chunk.clients.tolist(), chunk.answer["count"].tolist(), strict=True))
+        assert again == {0: 2.0, 5: 3.0, 8: 1.0}
+
+    def test_the_same_rng_gives_the_same_answers(self, name):
+        engine = engine_of(name)
+        zeros = torch.zeros(9, dtype=torch.int64)
+        table = engine.initial().unsqueeze(0)
+
+        def ask(rng):
+            chunks = list(engine.call(train, engine.everyone(), models=table, refs=zeros, rng=rng))
+            return torch.cat([c.answer.params for c in chunks])
+
+        assert torch.equal(ask(Rng.seed(1)), ask(Rng.seed(1)))
+        assert not torch.equal(ask(Rng.seed(1)), ask(Rng.seed(2)))
+
+
+def test_a_step_that_fails_everywhere_is_an_error():
+    engine = engine_of()
+    with pytest.raises(EngineError, match="failed at every client: ZeroDivisionError: all"):
+        list(engine.call(raise_everywhere, engine.everyone(), rng=Rng.seed(0)))
+
+
+def test_models_and_refs_go_together():
+    engine = engine_of()
+    with pytest.raises(ConfigError, match="models and refs go together"):
+        list(engine.call(train, engine.everyone(), models=engine.initial().unsqueeze(0), rng=Rng.seed(0)))
+
+
+def test_diverging_run_goes_on_and_says_why():
+    setup = setup_of(FedAvg(), engine_settings={}, work=setup_of(FedAvg()).work.__class__(lr=1e30, epochs=3))
+    trainer = finished(setup)
+    summary = trainer.summary()
+    assert summary["failures"] == 27
+    assert "is lr too large?" in summary["notes"][0]
+    assert torch.isfinite(trainer.state.centers).all()
+
+
+def test_draw_depends_on_keys_not_on_places():
+    engine = engine_of()
+    cohort = engine.draw(Rng.seed(4), 3)
+    assert len(set(cohort.tolist())) == 3
+    assert cohort.tolist() == sorted(cohort.tolist())
+    chosen = {engine.names[i] for i in cohort}
+    order = torch.tensor([8, 3, 1, 0, 2, 7, 6, 5, 4])
+    setup = setup_of(FedAvg(), ragged_federation().select(order))
+    moved = make_engine("vectorized", setup.task(), setup.federation, "cpu")
+    assert {moved.names[i] for i in moved.draw(Rng.seed(4), 3)} == chosen
+    assert torch.equal(engine.draw(Rng.seed(4), 99), engine.everyone())
+
+
+def test_memory_is_refused_with_the_number():
+    engine = engine_of()
+    with pytest.raises(ConfigError, match=r"A bank of models needs \d+\.\d GB, and"):
+        engine.require_memory(10 * available_memory(engine.device), "A bank of models")
+
+
+def test_bad_settings():
+    with pytest.raises(UnknownName, match="no engine 'vectorised'. Did you mean 'vectorized'"):
+        setup = setup_of(FedAvg())
+        make_engine("vectorised", setup.task(), setup.federation)
+    with pytest.raises(ConfigError, match="chunk of EngineSettings must be an int >= 1 or nothing. Got 0 instead"):
+        engine_of(chunk=0)
+    with pytest.raises(UnknownName, match="Did you mean 'precision'"):
+        engine_of(precison="float64")
+    with pytest.raises(ConfigError, match="device must be 'auto', 'cpu' or 'cuda'. Got 'tpu' instead"):
+        resolve_device("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="torch sees no GPU here; use --device cpu"):
+            resolve_device("cuda")

@@ -1,0 +1,151 @@
+"""The stacked kernel: BatchNorm, dropout, networks that cannot be stacked, chunks from memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from coterie.algorithms.fedavg import FedAvg
+from coterie.algorithms.local import Local
+from coterie.engines import make_engine
+from coterie.local import SGD
+from tests.helpers import assert_same, finished, ragged_federation, setup_of
+
+
+def with_norm_and_dropout() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout2d(0.3),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+        nn.BatchNorm1d(8),
+        nn.Dropout(0.4),
+        nn.Linear(8, 3),
+    )
+
+
+class ByValue(nn.Module):
+    """Control flow that depends on values: vmap cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 3)
+
+    def forward(self, x):
+        out = self.layer(x.flatten(1))
+        return out if out.sum() > 0 else 2 * out
+
+
+class OwnRandomness(ByValue):
+    """Functional dropout draws from torch's own generator."""
+
+    def forward(self, x):
+        return self.layer(nn.functional.dropout(x.flatten(1), 0.5, self.training))
+
+
+class MixesSamples(ByValue):
+    """Subtracts the batch mean: padded rows would leak in, and nothing raises."""
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.layer(x - x.mean(0, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    "work", [SGD(lr=0.1, epochs=2, batch_size=5, momentum=0.9), SGD(lr=0.1, steps=3, batch_size="full")]
+)
+@pytest.mark.parametrize("chunk", [2, 9])
+def test_batch_norm_and_dropout_equal_the_loop(work, chunk):
+    """Ragged clients: some last batches are partial, and some hold a single sample."""
+    federation = ragged_federation(samples=14)
+    assert (federation.train.sizes % 5 == 1).any()
+    made = []
+    for engine, settings in (("loop", {}), ("vectorized", {"chunk": chunk})):
+        setup = setup_of(
+            Local(),
+            federation,
+            model=with_norm_and_dropout,
+            model_settings={},
+            engine=engine,
+            work=work,
+            engine_settings={"precision": "float64", **settings},
+        )
+        made.append(finished(setup))
+    assert made[1].engine.describe()["way"] == "stacked"
+    assert_same(made[0].engine.memory_tensors(), made[1].engine.memory_tensors(), exact=False, tolerance=1e-9)
+    buffers = made[0].engine.memory_tensors()["value.model"][:, -24:]
+    assert not torch.equal(buffers[0], buffers[1])  # statistics are trained and differ between clients
+
+
+def test_batch_norm_statistics_are_averaged_and_counters_are_not():
+    setup = setup_of(FedAvg(), model=with_norm_and_dropout, model_settings={})
+    trainer = finished(setup)
+    names = [slot.name for slot in setup.task().layout.buffers]
+    assert names == ["1.running_mean", "1.running_var", "6.running_mean", "6.running_var"]
+    initial = trainer.engine.initial()
+    moved = trainer.state.centers[0] - initial
+    assert bool((moved[-24:].abs() > 0).all())
+
+
+@pytest.mark.parametrize(
+    ("network", "reason"),
+    [
+        (ByValue, "one at a time"),
+        (OwnRandomness, "random numbers of its own"),
+        (MixesSamples, "differ from plain ones"),
+    ],
+)
+def test_what_cannot_be_stacked_falls_back_and_says_so(network, reason):
+    made = []
+    for engine in ("loop", "vectorized"):
+        setup = setup_of(FedAvg(), model=network, model_settings={}, engine=engine)
+        made.append(finished(setup))
+    assert made[1].engine.describe()["way"] == "one at a time"
+    [note] = [note for note in made[1].engine.notes if "cannot be stacked" in note]
+    assert reason in note
+    assert_same(made[0].state.tensors(), made[1].state.tensors())
+
+
+def test_chunk_follows_memory():
+    def chunk(memory: int, clients: int = 60) -> int:
+        setup = setup_of(
+            FedAvg(),
+            ragged_federation(clients, shape=(1, 28, 28)),
+            model="lenet",
+            model_settings={},
+            engine_settings={"memory": memory},
+        )
+        return make_engine("vectorized", setup.task(), setup.federation, "cpu", setup.engine_settings).describe()[
+            "chunk"
+        ]
+
+    assert chunk(1) == 1
+    small, large = chunk(32), chunk(64)
+    assert 1 < small < large < 60
+    assert large == pytest.approx(2 * small, abs=2)
+    assert chunk(4096) == 60
+
+
+def test_regression_with_mse():
+    generator = torch.Generator().manual_seed(0)
+    from coterie.federation import Federation
+
+    clients = {}
+    for i in range(4):
+        x = torch.randn(30 + i, 3, generator=generator)
+        clients[f"c{i}"] = (x, x @ torch.tensor([1.0, -2.0, 0.5]))
+    setup = setup_of(
+        FedAvg(),
+        Federation.from_clients(clients),
+        model="mclr",
+        model_settings={},
+        loss="mse",
+        work=SGD(lr=0.1, epochs=10),
+    )
+    trainer = finished(setup)
+    assert trainer.summary()["accuracy"] is None
+    assert trainer.summary()["loss"]["macro"] < 1e-3
+    assert torch.allclose(trainer.state.centers[0, :3], torch.tensor([1.0, -2.0, 0.5]).double(), atol=0.02)

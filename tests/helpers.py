@@ -1,0 +1,89 @@
+"""Small federations and runs that tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from coterie.algorithm import Algorithm
+from coterie.api import Setup
+from coterie.datasets.synthetic import Synthetic
+from coterie.engines import make_engine
+from coterie.federation import Federation
+from coterie.local import SGD
+from coterie.randomness import Rng
+from coterie.runs import RunFolder
+from coterie.scenario import Scenario
+from coterie.train import Schedule, Trainer
+
+WORK = SGD(lr=0.2, momentum=0.5, weight_decay=1e-3, epochs=2, batch_size=5)
+
+
+def ragged_federation(clients: int = 9, seed: int = 0, **settings: Any) -> Federation:
+    """Clients of different sizes in two groups, small pictures, three classes."""
+    source = Synthetic(**{"groups": 2, "samples": 16, "spread": 0.6, "shape": (1, 4, 4), "classes": 3} | settings)
+    rng = Rng.seed(seed)
+    return Scenario.named("by_user", {}).deal(source.load(clients, rng, None), None, rng)
+
+
+def setup_of(algorithm: Algorithm, federation: Federation | None = None, **changes: Any) -> Setup:
+    """A run of a few rounds with a small network."""
+    values: dict[str, Any] = {
+        "algorithm": algorithm,
+        "algorithm_name": algorithm.key,
+        "federation": ragged_federation() if federation is None else federation,
+        "dataset_name": "ragged",
+        "model": "mlp",
+        "model_settings": {"hidden": 6},
+        "work": WORK,
+        "loss": "cross_entropy",
+        "schedule": Schedule(rounds=3),
+        "engine": "vectorized",
+        "device": "cpu",
+        "engine_settings": {"precision": "float64"},
+    }
+    return Setup(**values | changes)
+
+
+def trainer_of(setup: Setup, folder: RunFolder | None = None, **more: Any) -> Trainer:
+    """A trainer that has not started yet."""
+    engine = make_engine(setup.engine, setup.task(), setup.federation, setup.device, setup.engine_settings)
+    return Trainer(setup.algorithm, engine, setup.federation, setup.schedule, folder, **more)
+
+
+def finished(setup: Setup) -> Trainer:
+    """A trainer that has run to the end."""
+    trainer = trainer_of(setup)
+    trainer.run()
+    return trainer
+
+
+def outcome(trainer: Trainer) -> dict[str, Any]:
+    """All that two equal runs must have in common, seconds aside."""
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in trainer.progress.rows]
+    return {
+        "state": trainer.state.tensors(),
+        "plain": trainer.state.plain(),
+        "memory": trainer.engine.memory_tensors(),
+        "labels": [labels.tolist() for labels in trainer.progress.labels],
+        "rows": rows,
+        "ledger": trainer.engine.ledger.totals(),
+    }
+
+
+def assert_same(one: Any, other: Any, exact: bool = True, tolerance: float = 0.0) -> None:
+    """Equal nested values; tensors bit by bit, or relative to their largest entry."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key], exact, tolerance)
+    elif isinstance(one, torch.Tensor):
+        assert one.shape == other.shape
+        if exact or not one.is_floating_point():
+            assert torch.equal(one, other)
+        else:
+            scale = float(one.abs().max()) if one.numel() else 0.0
+            assert float((one - other).abs().max() if one.numel() else 0.0) <= tolerance * max(scale, 1e-12)
+    else:
+        assert one == other
