@@ -12,6 +12,7 @@ from sklearn.cluster import KMeans as SklearnKMeans
 from sklearn.metrics import adjusted_rand_score
 from torch.overrides import TorchFunctionMode
 
+from coterie import clustering
 from coterie.clustering import CenterSums, Sketch, cosine_distances, kmeans, squared_distances
 from coterie.randomness import Rng, name_keys
 
@@ -187,12 +188,17 @@ def test_more_clusters_than_distinct_rows(distinct):
     torch.testing.assert_close(found.centers[found.labels], rows)
 
 
-def test_a_center_that_lost_its_rows_is_moved():
-    # One far row and many near ones: every cluster has members in the end.
-    rows = torch.cat([torch.randn(30, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([[100.0, 100.0]])])
-    for seed in range(10):
-        found = kmeans(rows, 5, Rng.seed(seed), name_keys([str(i) for i in range(31)]), restarts=1)
-        assert len(found.labels.unique()) == 5
+def test_a_center_that_has_no_rows_is_moved_to_the_farthest_one(monkeypatch):
+    rows = torch.tensor([[0.0], [0.1], [10.0], [10.1], [30.0], [30.1]])
+    keys = name_keys([str(i) for i in range(6)])
+    # Seeds that k-means++ would not draw: nobody's nearest.
+    far = torch.tensor([[1e6]], dtype=torch.float64)
+    monkeypatch.setattr(clustering, "_seeds", lambda x, *_: torch.cat([x[[0, 2]], far]))
+    found = kmeans(rows, 3, Rng.seed(0), keys, restarts=1)
+    assert adjusted_rand_score([0, 0, 1, 1, 2, 2], found.labels) == 1.0
+    assert found.inertia == pytest.approx(3 * 2 * 0.05**2, rel=1e-4)
+    monkeypatch.setattr(clustering, "_seeds", lambda x, *_: torch.cat([x[[0]], far, -far]))
+    assert sorted(kmeans(rows, 3, Rng.seed(0), keys, restarts=1).labels.unique().tolist()) == [0, 1, 2]
 
 
 class Largest(TorchFunctionMode):

@@ -203,7 +203,6 @@ def norms():
         "3d": (nn.BatchNorm3d(3), (3, 2, 2, 2)),
         "other momentum": (nn.BatchNorm2d(3, momentum=0.3, eps=1e-3), (3, 4, 2)),
         "not affine": (nn.BatchNorm2d(3, affine=False), (3, 4, 2)),
-        "no running statistics": (nn.BatchNorm2d(3, track_running_stats=False), (3, 4, 2)),
     }
 
 
@@ -538,3 +537,9 @@ def test_mse_of_a_network_with_one_number_a_sample():
 
 def test_losses_by_name():
     assert (LOSSES["cross_entropy"], LOSSES["mse"]) == (cross_entropy, mse)
+
+
+def test_batchnorm_without_running_statistics_is_refused():
+    module = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 2))
+    with pytest.raises(ModelError, match=r"Sequential\.0: BatchNorm with track_running_stats=False"):
+        Network(module, torch.float64, torch.device("cpu"))

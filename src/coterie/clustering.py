@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from coterie.randomness import Rng, bits, race
 
@@ -32,8 +33,7 @@ def squared_distances(rows: Tensor, centers: Tensor) -> Tensor:
 
 def cosine_distances(rows: Tensor, centers: Tensor) -> Tensor:
     """1 - cosine of each row [c, D] with each center [K, D]: [c, K]; a zero vector is at distance 1."""
-    lengths = rows.norm(dim=1, keepdim=True) * centers.norm(dim=1)
-    cosines: Tensor = rows @ centers.T / lengths.clamp_min(torch.finfo(rows.dtype).tiny)
+    cosines: Tensor = normalize(rows, dim=1) @ normalize(centers, dim=1).T
     return 1 - cosines
 
 
@@ -96,7 +96,8 @@ def kmeans(
         _revive(centers, counts, x, distances, labels)
     # One restart after the other: all at once would take R times the memory of the rows.
     inertia = torch.stack([(x - centers[r][labels[r]]).square().sum() for r in range(restarts)])  # [R]
-    best = int(inertia.argmin())
+    # The first of those that are equal but for rounding, so that rounding does not name the clusters.
+    best = int((inertia <= inertia.min() * (1 + 1e-9) + 1e-300).nonzero()[0])
     return KMeans(labels[best].cpu(), (centers[best] + mean).to(rows.dtype), float(inertia[best]))
 
 

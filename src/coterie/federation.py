@@ -166,10 +166,18 @@ class Federation:
         """
         if not clients:
             raise DataError(f"{name} has no clients.")
+        first = next(iter(clients.values()))[0]
         train, held, tests, start = [], [], [], 0
         for client, (x, y) in clients.items():
             if len(x) != len(y):
                 raise DataError(f"Client '{client}' has {len(x)} samples but {len(y)} labels.")
+            if x.shape[1:] != first.shape[1:] or x.dtype != first.dtype:
+                raise DataError(
+                    f"Samples of client '{client}' are {tuple(x.shape[1:])} {x.dtype}, those of the first client "
+                    f"{tuple(first.shape[1:])} {first.dtype}; they must be alike."
+                )
+            if groups is not None and client not in groups:
+                raise DataError(f"groups does not say which group client '{client}' is in.")
             rows = torch.arange(start, start + len(x))
             start += len(x)
             own, last = cut(rows, test)

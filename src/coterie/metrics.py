@@ -105,7 +105,8 @@ def agreement(labels: Ints, groups: Ints | None) -> dict[str, float | None]:
 def churn(before: Ints, after: Ints) -> float:
     """Share of the clients met before whose label has changed."""
     met = before >= 0
-    return float((before[met] != after[met]).mean()) if met.any() else 0.0
+    known = after[: len(before)]  # clients may have joined since
+    return float((before[met] != known[met]).mean()) if met.any() else 0.0
 
 
 def cluster_sizes(labels: Ints, num_clusters: int) -> list[int]:

@@ -221,27 +221,28 @@ class _MaskedBatchNorm(nn.Module):
     and does not change them (torch would raise, and one odd batch would lose the client).
     """
 
-    running_mean: Tensor | None
-    running_var: Tensor | None
+    running_mean: Tensor
+    running_var: Tensor
 
     def __init__(self, original: nn.modules.batchnorm._BatchNorm, context: _Context, path: str) -> None:
         super().__init__()
-        if original.track_running_stats and original.momentum is None:
+        if not original.track_running_stats:
+            raise ModelError(
+                f"{path}: BatchNorm with track_running_stats=False scores a sample by the batch it is in; "
+                "track the statistics, or use GroupNorm."
+            )
+        if original.momentum is None:
             raise ModelError(f"{path}: BatchNorm with momentum=None (a cumulative mean) cannot be averaged; set one.")
         self.weight, self.bias = original.weight, original.bias
         self.register_buffer("running_mean", original.running_mean)
         self.register_buffer("running_var", original.running_var)
-        self.momentum, self.eps = original.momentum or 0.0, original.eps
+        self.momentum, self.eps = original.momentum, original.eps
         self._context = [context]  # in a list, so that torch does not look into it
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [B, C, ...]."""
         shape = [1, -1] + [1] * (x.dim() - 2)
-        running_mean, running_var = self.running_mean, self.running_var
-        if not self.training and running_mean is not None and running_var is not None:
-            mean, var = running_mean, running_var
-        else:
-            mean, var = self._statistics(x, running_mean, running_var)
+        mean, var = self._statistics(x) if self.training else (self.running_mean, self.running_var)
         scale = torch.rsqrt(var + self.eps)
         if self.weight is not None:
             scale = scale * self.weight
@@ -250,10 +251,11 @@ class _MaskedBatchNorm(nn.Module):
             shift = shift + self.bias
         return x * scale.reshape(shape) + shift.reshape(shape)
 
-    def _statistics(self, x: Tensor, old_mean: Any, old_var: Any) -> tuple[Tensor, Tensor]:
+    def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of the batch; the running ones move towards them."""
         axes = [0, *range(2, x.dim())]
         spatial = x.shape[2:].numel()
-        mask = self._context[0].mask if self.training else None
+        mask = self._context[0].mask
         if mask is None:
             count = torch.tensor(float(x.shape[0] * spatial), dtype=x.dtype, device=x.device)
             weight = torch.ones((), dtype=x.dtype, device=x.device)
@@ -263,15 +265,13 @@ class _MaskedBatchNorm(nn.Module):
         mean = (x * weight).sum(axes) / count
         centered = (x - mean.reshape([1, -1] + [1] * (x.dim() - 2))) * weight
         var = (centered * centered).sum(axes) / count
-        if old_mean is None:
-            return mean, var
         alone = count <= 1
-        if self.training:
-            with torch.no_grad():
-                unbiased = var * (count / (count - 1).clamp_min(1))
-                keep = torch.where(alone, torch.zeros_like(count), torch.full_like(count, self.momentum))
-                old_mean.copy_(old_mean + keep * (mean.detach() - old_mean))
-                old_var.copy_(old_var + keep * (unbiased.detach() - old_var))
+        old_mean, old_var = self.running_mean, self.running_var
+        with torch.no_grad():
+            unbiased = var * (count / (count - 1).clamp_min(1))
+            step = torch.where(alone, torch.zeros_like(count), torch.full_like(count, self.momentum))
+            old_mean.copy_(old_mean + step * (mean.detach() - old_mean))
+            old_var.copy_(old_var + step * (unbiased.detach() - old_var))
         return torch.where(alone, old_mean.clone(), mean), torch.where(alone, old_var.clone(), var)
 
 

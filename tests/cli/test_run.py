@@ -428,7 +428,6 @@ def test_labels_outside_the_outputs_of_a_users_own_network(command: Command):
     assert no_run_was_made()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numpy leaves a cut file open
 @pytest.mark.parametrize("harm", ["missing", "empty", "cut", "altered", "text", "array", "folder", "no y"])
 def test_a_missing_or_damaged_file(command: Command, harm: str):
     file = Path("own.npz")

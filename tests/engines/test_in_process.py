@@ -155,9 +155,10 @@ def test_memory_is_refused_with_the_number():
 
 
 def test_bad_settings():
+    setup = setup_of(FedAvg())
+    task = setup.task()
     with pytest.raises(UnknownName, match="no engine 'vectorised'. Did you mean 'vectorized'"):
-        setup = setup_of(FedAvg())
-        make_engine("vectorised", setup.task(), setup.federation)
+        make_engine("vectorised", task, setup.federation)
     with pytest.raises(ConfigError, match="chunk of EngineSettings must be an int >= 1 or nothing. Got 0 instead"):
         engine_of(chunk=0)
     with pytest.raises(UnknownName, match="Did you mean 'precision'"):

@@ -13,8 +13,10 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from coterie.dataset import Dataset, Preset, Source, positive_clients, register_preset, register_source
+from coterie.errors import ConfigError
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -45,7 +47,7 @@ class Synthetic(Source):
         user = torch.repeat_interleave(torch.arange(number), sizes)  # [S]
         group = user * self.groups // number if number >= self.groups else user % self.groups
         concept = (point.at("classes").uniform(len(user)) * self.classes).long()  # [S]
-        names = torch.stack([point.at("names", g).permutation(self.classes) for g in range(self.groups)])
+        names = self._class_names(point.at("names"))
         width = math.prod(self.shape)
         prototypes = 64 + 128 * (point.at("prototypes").uniform(self.classes, width) > 0.5).to(torch.int16)
         x = torch.empty(len(user), width, dtype=torch.uint8)
@@ -65,6 +67,21 @@ class Synthetic(Source):
             mean=128.0,
             std=64.0,
         ).validate()
+
+    def _class_names(self, rng: Rng) -> Tensor:
+        """What each group calls each concept: int64 [groups, classes], no two groups alike."""
+        if self.groups > math.factorial(min(self.classes, 12)):
+            raise ConfigError(
+                f"{self.classes} classes cannot be named in {self.groups} different ways; use more classes."
+            )
+        found: list[list[int]] = []
+        draw = 0
+        while len(found) < self.groups:
+            candidate = rng.at(draw).permutation(self.classes).tolist()
+            draw += 1
+            if candidate not in found:
+                found.append(candidate)
+        return torch.tensor(found)
 
 
 register_preset(

@@ -58,12 +58,13 @@ class ByUser(Part):
                     "are needed. Leave such users out with --set scenario.min_samples=2."
                 )
             group = spread[position] if data.group is None else int(data.group[rows[0]])
+            # Shuffled in any case: the last of the training rows are held out for validation.
+            shuffled = torch.from_numpy(rows)[deal.rng.at("split", name).permutation(len(rows))]
             if data.is_train is None:
-                shuffled = torch.from_numpy(rows)[deal.rng.at("split", name).permutation(len(rows))]
                 # At least one sample on each side, however small the share.
                 train, test = cut(shuffled, max(self.test, 1.0 / len(rows)))
             else:
-                flags = data.is_train[rows]
-                train, test = torch.from_numpy(rows[flags]), torch.from_numpy(rows[~flags])
+                flags = torch.from_numpy(data.is_train)[shuffled]
+                train, test = shuffled[flags], shuffled[~flags]
             hands.append(Hand(name, group, train, test))
         return hands
