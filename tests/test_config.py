@@ -12,7 +12,7 @@ import pytest
 
 from coterie import IFCA, SGD, FedAvg, FeSEM
 from coterie.algorithm import algorithms
-from coterie.config import RUN_KEYS, TABLES, apply_set, merge, read_tables, resolve
+from coterie.config import RUN_KEYS, TABLES, apply_set, merge, read_tables, resolve, resolve_each
 from coterie.dataset import presets
 from coterie.errors import ConfigError, CoterieError, DataError, UnknownName
 from coterie.settings import fields_of
@@ -85,8 +85,14 @@ def test_clusters_for_a_method_without_clusters_is_a_note():
     found = resolve({"run": {"algorithm": "fedavg"}, "algorithm": {"num_clusters": 4}})
     assert found.algorithm == FedAvg()
     assert found.notes == ["fedavg has no clusters: --clusters is not used"]
-    with pytest.raises(UnknownName, match="num_clusters"):
-        resolve({"run": {"algorithm": "fedavg"}, "algorithm": {"num_clusters": 4}}, lenient_clusters=False)
+
+
+def test_a_field_goes_to_the_methods_that_have_it():
+    found = resolve_each({"algorithm": {"prox": 0.5, "num_clusters": 3}}, ["local", "fesem"], 2)
+    assert list(found) == [("local", 0), ("fesem", 0), ("local", 1), ("fesem", 1)]
+    assert found["fesem", 1].algorithm == FeSEM(prox=0.5, num_clusters=3)
+    with pytest.raises(UnknownName, match="field of algorithm \\(local, fesem\\) named 'prx'. Did you mean 'prox'"):
+        resolve_each({"algorithm": {"prx": 0.5}}, ["local", "fesem"], 1)
 
 
 # ---- layers ----

@@ -170,7 +170,7 @@ SETTINGS = [
     *algorithms().values(),
     *parts().values(),
     *LOCAL_WORK.values(),
-    *{source_class(preset.source) for preset in presets().values()},
+    *dict.fromkeys(source_class(preset.source) for preset in presets().values()),
     Common,
     EngineSettings,
     Schedule,

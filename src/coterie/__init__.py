@@ -14,7 +14,7 @@ _os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 __version__ = "0.1.0"
 
-from coterie.algorithm import Algorithm, ClusterState, Personal, algorithms, register
+from coterie.algorithm import Algorithm, ClusterState, Personal, register
 from coterie.algorithms.fedavg import FedAvg
 from coterie.algorithms.fesem import FeSEM
 from coterie.algorithms.ifca import IFCA
@@ -51,7 +51,6 @@ __all__ = [
     "Proximal",
     "Result",
     "Rng",
-    "algorithms",
     "client_step",
     "register",
     "run",

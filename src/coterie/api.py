@@ -199,12 +199,12 @@ class Setup:
     engine_settings: dict[str, Any]
 
     @classmethod
-    def of(cls, experiment: Experiment) -> Setup:
-        """Load the data of a resolved experiment."""
+    def of(cls, experiment: Experiment, federation: Federation | None = None) -> Setup:
+        """Load the data of a resolved experiment, unless it was loaded before."""
         return cls(
             algorithm=experiment.algorithm,
             algorithm_name=experiment.algorithm_name,
-            federation=experiment.federation(),
+            federation=experiment.federation() if federation is None else federation,
             dataset_name=experiment.dataset,
             model=experiment.model,
             model_settings=experiment.model_settings,

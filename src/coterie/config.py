@@ -128,7 +128,7 @@ def merge(*layers: Mapping[str, Mapping[str, Any]]) -> Tables:
     return {name: {k: v for layer in layers for k, v in layer.get(name, {}).items()} for name in TABLES}
 
 
-def resolve(tables: Tables, *, lenient_clusters: bool = True) -> Experiment:
+def resolve(tables: Tables) -> Experiment:
     """Fill in the defaults that suit the dataset, check every value, and make the objects."""
     run = dict(tables.get("run", {}))
     for key in run:
@@ -144,7 +144,7 @@ def resolve(tables: Tables, *, lenient_clusters: bool = True) -> Experiment:
         raise UnknownName("loss", loss, LOSSES)
 
     algorithm_values = dict(tables.get("algorithm", {}))
-    if lenient_clusters and "num_clusters" in algorithm_values and "num_clusters" not in fields_of(algorithm_class):
+    if "num_clusters" in algorithm_values and "num_clusters" not in fields_of(algorithm_class):
         algorithm_values.pop("num_clusters")
         notes.append(f"{name} has no clusters: --clusters is not used")
     known_settings = model_settings(find_model(model))
@@ -177,6 +177,23 @@ def resolve(tables: Tables, *, lenient_clusters: bool = True) -> Experiment:
         engine_settings=dict(tables.get("engine", {})),
         notes=notes,
     )
+
+
+def resolve_each(tables: Tables, names: list[str], seeds: int) -> dict[tuple[str, int], Experiment]:
+    """The same settings for several methods and seeds; a field of [algorithm] goes to the methods that have it."""
+    wanted = tables.get("algorithm", {})
+    known = {name: set(fields_of(find_algorithm(name))) for name in names}
+    every = set().union(*known.values())
+    for key in wanted:
+        if key not in every and key != "num_clusters":
+            raise UnknownName(f"field of algorithm ({', '.join(names)}) named", key, every)
+    made = {}
+    for seed in range(seeds):
+        for name in names:
+            own = {key: value for key, value in wanted.items() if key in known[name]}
+            layer = merge(tables, {"run": {"algorithm": name, "seed": seed}}) | {"algorithm": own}
+            made[name, seed] = resolve(layer)
+    return made
 
 
 def _word(values: Mapping[str, Any], key: str, default: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from coterie.errors import ConfigError, ModelError, UnknownName
+from coterie.errors import ConfigError, CoterieError, ModelError, UnknownName
 from coterie.randomness import Rng
 
 Builder = Callable[..., nn.Module]
@@ -113,8 +113,13 @@ def build_model(
             raise UnknownName(f"field of model {name} named", key, known)
     positional = [p for p in _parameters(builder) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     args = (input_shape, num_outputs) if len([p for p in positional if p.default is p.empty]) >= 2 else ()
-    with rng.torch_seed():
-        module = builder(*args, **settings)
+    try:
+        with rng.torch_seed():
+            module = builder(*args, **settings)
+    except CoterieError:
+        raise
+    except Exception as error:  # a user's own code may raise anything
+        raise ModelError(f"model {name} could not be made: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"model {name} must give a torch.nn.Module. Got {type(module).__name__} instead.")
     return module
@@ -140,8 +145,8 @@ def import_object(spec: str, what: str) -> Any:
         sys.path.insert(0, here)
     try:
         return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError(f"{what} {spec} cannot be imported: {error}.") from error
+    except Exception as error:  # importing runs the user's own code, which may raise anything
+        raise ConfigError(f"{what} {spec} cannot be imported: {type(error).__name__}: {error}.") from error
 
 
 def model_settings(builder: Builder) -> dict[str, Any]:

@@ -197,6 +197,7 @@ class Trainer:
             "failures": [asdict(failure) for failure in self.engine.failures],
             "score_rounds": self.progress.score_rounds,
             "seconds": self.progress.seconds,
+            "notes": self.engine.notes,
             "rows_bytes": self.folder.rows_bytes(),
         }
         self.folder.save_checkpoint(Checkpoint(self.progress.round, tensors, plain))
@@ -233,6 +234,7 @@ class Trainer:
         self.engine.load_memory(under("memory."))
         self.engine.ledger.entries = plain["ledger"]
         self.engine.failures[:] = [Failure(**values) for values in plain["failures"]]
+        self.engine.notes[:] = list(dict.fromkeys([*plain["notes"], *self.engine.notes]))
         self.folder.cut_rows(plain["rows_bytes"])
         history = {name: values.numpy() for name, values in under("history.scores.").items()}
         count = len(plain["score_rounds"])

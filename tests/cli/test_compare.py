@@ -74,8 +74,8 @@ def test_by_default_the_four_methods_in_a_table(command: Command):
     lines = {line.split()[1]: line for line in done.out.splitlines() if line.startswith("│")}
     assert list(lines) == ["local", "fedavg", "ifca", "fesem"]
     for key, line in lines.items():
-        assert line.count("+-") == 5, key  # accuracy, the worst, F1, ARI, seconds
-    assert "rotated-digits, 8 clients, 2 seed(s); mean +- standard deviation" in done.out
+        assert line.count("±") == 5, key  # accuracy, the worst, F1, ARI, seconds
+    assert "rotated-digits, 8 clients, 2 seed(s); mean ± standard deviation" in done.out
     assert "run folders: runs/compare-rotated-digits" in done.err
     assert "fesem seed 1: round 2/2" in done.err
 

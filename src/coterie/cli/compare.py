@@ -15,12 +15,11 @@ from rich.table import Table
 from coterie.api import Setup, execute
 from coterie.cli import run as flags_of
 from coterie.cli.output import RoundProgress, megabytes, stderr, stop_on_ctrl_c
-from coterie.config import apply_set, merge, read_tables, resolve
+from coterie.config import apply_set, merge, read_tables, resolve_each
 from coterie.errors import ConfigError, CoterieError, Interrupted
 from coterie.runs import RunFolder
 
 DEFAULT = ("local", "fedavg", "ifca", "fesem")
-_SCORES = ("accuracy", "f1", "ari")
 
 
 def compare(
@@ -60,14 +59,10 @@ def compare(
     layers = merge(read_tables(config) if config else {}, flags_of.flags_to_tables(flags))
     tables = apply_set(layers, set_ or [])
     # Everything is resolved and checked before anything runs: a bad name or number costs nothing.
-    plans = {
-        (key, seed): resolve(merge(tables, {"run": {"algorithm": key, "seed": seed}}))
-        for seed in range(count)
-        for key in names
-    }
-    num_clients = len(plans[names[0], 0].federation())
+    plans = resolve_each(tables, names, count)
+    federation = plans[names[0], 0].federation()
     for key in names:
-        plans[key, 0].algorithm.check(num_clients)
+        plans[key, 0].algorithm.check(len(federation))
     root = _make_root(out, name, next(iter(plans.values())).dataset)
     hidden = quiet or json_
     summaries: dict[str, list[dict[str, Any]]] = {key: [] for key in names}
@@ -75,9 +70,11 @@ def compare(
     try:
         with stop_on_ctrl_c(hidden) as pressed:
             for (key, seed), experiment in plans.items():
-                setup = Setup.of(experiment)
+                if key == names[0] and seed:
+                    federation = experiment.federation()  # of this seed, the same for every method
+                setup = Setup.of(experiment, federation)
                 folder = RunFolder.create(root, f"{_file_name(key)}-s{seed}", "", experiment.tables())
-                with RoundProgress(setup.schedule.rounds, f"{key} seed {seed}", hidden) as progress:
+                with RoundProgress(setup.schedule.rounds, f"{key} seed {seed}", hidden, lines=1) as progress:
                     summaries[key].append(execute(setup, folder, progress, pressed).summary)
     except (Interrupted, KeyboardInterrupt):
         going = f"; the one that was running goes on with 'coterie resume {folder.path}'" if folder else ""
@@ -142,7 +139,7 @@ def _row(key: str, summaries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]], title: str, seeds: int) -> Table:
-    table = Table(title=f"{title}, {seeds} seed(s); mean +- standard deviation", title_justify="left")
+    table = Table(title=f"{title}, {seeds} seed(s); mean ± standard deviation", title_justify="left")
     table.add_column("method", style="bold", no_wrap=True)
     for column in ("accuracy", "5 worst", "F1", "ARI", "down", "up", "start", "seconds"):
         table.add_column(column, justify="right")
@@ -151,7 +148,7 @@ def _table(rows: list[dict[str, Any]], title: str, seeds: int) -> Table:
         if value is None:
             return "-"
         text = f"{factor * value['mean']:.{digits}f}"
-        return f"{text} +- {factor * value['std']:.{digits}f}" if seeds > 1 else text
+        return f"{text} ±{factor * value['std']:.{digits}f}" if seeds > 1 else text
 
     scored = [row["accuracy"]["macro"]["mean"] for row in rows if row["accuracy"]["macro"]]
     for row in rows:

@@ -55,8 +55,9 @@ def megabytes(count: int) -> str:
 class RoundProgress:
     """Shows a row of each round: a bar on a terminal, some lines elsewhere, nothing when quiet."""
 
-    def __init__(self, rounds: int, label: str, quiet: bool) -> None:
+    def __init__(self, rounds: int, label: str, quiet: bool, lines: int = 10) -> None:
         self._rounds, self._label, self._quiet = rounds, label, quiet
+        self._every = max(1, rounds // lines)  # where there is no terminal
         self._console = stderr()
         self._bar: Progress | None = None
         self._task: Any = None
@@ -87,8 +88,7 @@ class RoundProgress:
         if self._bar is not None:
             self._bar.update(self._task, completed=row["round"], numbers=numbers)
         elif not self._quiet:
-            every = max(1, self._rounds // 10)
-            if row["round"] % every == 0 or row["round"] == self._rounds:
+            if row["round"] % self._every == 0 or row["round"] == self._rounds:
                 self._console.print(f"{self._label}: round {row['round']}/{self._rounds}  {numbers}")
 
     @staticmethod

@@ -87,7 +87,10 @@ def _open(path: Path) -> Any:
         raise DataError(f"There is no file {path}.")
     try:
         with path.open("rb") as file:  # numpy would leave a damaged archive open
-            if file.read(2) == b"PK" and not zipfile.is_zipfile(file):
+            start = file.read(6)
+            if not start.startswith((b"PK", b"\x93NUMPY")):
+                raise zipfile.BadZipFile("it is of another kind")
+            if start.startswith(b"PK") and not zipfile.is_zipfile(file):
                 raise zipfile.BadZipFile("the archive is cut short")
         arrays = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
