@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from coterie.api import Setup, execute
 from coterie.cli import run as flags_of
-from coterie.cli.output import RoundProgress, megabytes, stderr, stop_on_ctrl_c
+from coterie.cli.output import RoundProgress, megabytes, stderr, stdout, stop_on_ctrl_c
 from coterie.config import apply_set, merge, read_tables, resolve_each
 from coterie.errors import ConfigError, CoterieError, Interrupted
 from coterie.runs import RunFolder
@@ -89,7 +88,7 @@ def compare(
         print(json.dumps({"path": str(root), "dataset": summaries[names[0]][0]["dataset"], "rows": rows}))
         return
     first = summaries[names[0]][0]
-    Console(highlight=False).print(_table(rows, f"{first['dataset']}, {first['clients']} clients", count))
+    stdout().print(_table(rows, f"{first['dataset']}, {first['clients']} clients", count))
     stderr().print(f"run folders: {root}", soft_wrap=True)
 
 

@@ -7,10 +7,10 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from coterie.algorithm import algorithms
+from coterie.cli.output import stdout
 from coterie.dataset import presets
 from coterie.errors import UnknownName
 from coterie.models import model_settings, models
@@ -75,4 +75,4 @@ def list_things(
         if item.get("scenario"):
             names = [f"scenario {item['scenario']}", f"model {item['model']}"]
         table.add_row(item["name"], about, ", ".join(names))
-    Console(highlight=False).print(table)
+    stdout().print(table)

@@ -17,11 +17,18 @@ from rich.table import Table
 from coterie.train import Row
 
 _SHOWN_SIZES = 8
+_WIDTH = 120
 
 
 def stderr() -> Console:
     """Where progress and notes go; stdout is for results."""
     return Console(stderr=True, highlight=False)
+
+
+def stdout() -> Console:
+    """Where results go; wide enough for a table where there is no terminal to fit."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
 
 
 def short_sizes(sizes: Sequence[int]) -> str:
@@ -87,9 +94,8 @@ class RoundProgress:
         numbers = self._numbers(row)
         if self._bar is not None:
             self._bar.update(self._task, completed=row["round"], numbers=numbers)
-        elif not self._quiet:
-            if row["round"] % self._every == 0 or row["round"] == self._rounds:
-                self._console.print(f"{self._label}: round {row['round']}/{self._rounds}  {numbers}")
+        elif not self._quiet and (row["round"] % self._every == 0 or row["round"] == self._rounds):
+            self._console.print(f"{self._label}: round {row['round']}/{self._rounds}  {numbers}")
 
     @staticmethod
     def _numbers(row: Row) -> str:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from coterie.api import Setup, execute
-from coterie.cli.output import RoundProgress, stderr, stop_on_ctrl_c, summary_table
+from coterie.cli.output import RoundProgress, stderr, stdout, stop_on_ctrl_c, summary_table
 from coterie.config import Experiment, Tables, apply_set, merge, read_tables, resolve
 from coterie.errors import ConfigError, Interrupted, RunError
 from coterie.runs import RunFolder
@@ -224,4 +223,4 @@ def _print_summary(summary: dict[str, Any], json_: bool) -> None:
     if json_:
         print(json.dumps(summary))
     else:
-        Console(highlight=False).print(summary_table(summary))
+        stdout().print(summary_table(summary))
