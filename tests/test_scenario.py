@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from collections import Counter
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from coterie.dataset import Dataset
 from coterie.errors import ConfigError, DataError, UnknownName
 from coterie.randomness import Rng, name_keys
-from coterie.scenario import Deal, Hand, Scenario, deal_evenly, parts
+from coterie.scenario import Deal, Hand, Scenario, deal_by_settings, parts
 from coterie.scenarios.iid import Iid
 from coterie.scenarios.rotated import Rotated
 from coterie.settings import fields_of
@@ -55,7 +57,7 @@ def test_a_scenario_by_name():
     scenario = Scenario.named("rotated+iid", {"groups": 2, "valid": 0.25})
     assert scenario.name == "rotated+iid"
     assert scenario.parts == (Rotated(groups=2), Iid())
-    assert scenario.values == {"groups": 2, "valid": 0.25}
+    assert scenario.values == {"groups": 2, "valid": 0.25, "sense": "total", "test": 0.2, "reserve": 0}
 
 
 def test_unknown_names_are_refused_with_the_nearest():
@@ -102,7 +104,7 @@ def test_parts_must_have_as_many_groups():
 
 def test_only_one_part_deals():
     with pytest.raises(ConfigError, match="two parts that deal out samples"):
-        deal("iid+iid", pictures(10), 2)
+        deal("shards+shards", pictures(10), 2)
 
 
 def test_client_groups_are_even():
@@ -122,16 +124,16 @@ def test_fewer_clients_than_groups_are_refused():
 
 def test_the_official_split_is_kept():
     flags = np.arange(20) % 4 != 0
-    train, test = make_plan(dataset=pictures(20, is_train=flags)).train_and_test_rows()
+    train, test = make_plan(dataset=pictures(20, is_train=flags)).pool(0)
     assert train.tolist() == np.flatnonzero(flags).tolist()
     assert test.tolist() == [0, 4, 8, 12, 16]
 
 
 def test_without_one_a_fifth_is_for_testing():
-    train, test = make_plan().train_and_test_rows()
+    train, test = make_plan().pool(0)
     assert (len(train), len(test)) == (16, 4)
     assert sorted([*train.tolist(), *test.tolist()]) == list(range(20))
-    other = Deal(pictures(20), 4, Rng.seed(1)).train_and_test_rows()[1]
+    other = Deal(pictures(20), 4, Rng.seed(1)).pool(0)[1]
     assert test.tolist() != other.tolist()
 
 
@@ -144,7 +146,8 @@ def test_a_hand_may_have_test_rows_of_its_own_or_share_its_groups():
             Hand("c", 0, torch.tensor([5]), 0),
         ]
     )
-    federation = plan.carry_out(valid=0.5)
+    plan.common = replace(plan.common, valid=0.5)
+    federation = plan.carry_out()
     assert [federation.test.rows(i).tolist() for i in range(3)] == [[8, 9], [3, 4], [8, 9]]
     assert len(federation.test.offsets) == 3  # two shards: the shared one lies there once
     assert [federation.train.rows(i).tolist() for i in range(3)] == [[0], [2], [5]]
@@ -157,20 +160,22 @@ def test_a_hand_without_training_samples_is_refused():
     plan = make_plan()
     plan.set_dealer(lambda _: [Hand("a", 0, torch.tensor([], dtype=torch.int64), 0)])
     with pytest.raises(DataError, match=r"Client 'a' of pictures has no samples to train on; use fewer clients\."):
-        plan.carry_out(0.1)
+        plan.carry_out()
 
 
 def test_dealing_evenly_takes_every_training_sample_once():
-    hands = deal_evenly(make_plan(3))
+    hands = deal_by_settings(make_plan(3))
     assert [hand.name for hand in hands] == ["all-000", "all-001", "all-002"]
     rows = torch.cat([hand.train for hand in hands]).tolist()
-    assert sorted(rows) == make_plan(3).train_and_test_rows()[0].tolist()
+    assert sorted(rows) == make_plan(3).pool(0)[0].tolist()
 
 
 def test_more_clients_than_samples_are_refused_with_the_most_that_go():
     with pytest.raises(DataError) as caught:
         deal("rotated", pictures(10), 20, groups=2)
-    assert str(caught.value) == "10 clients cannot share 8 training samples of pictures; use at most 16 clients."
+    assert str(caught.value) == (
+        "10 clients cannot share 8 training samples of pictures, at least 1 each; use at most 16 clients."
+    )
     assert len(deal("rotated", pictures(10), 16, groups=2)) == 16
 
 

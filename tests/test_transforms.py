@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import scipy.ndimage
 import torch
 from scipy import ndimage
 
-from coterie.transforms import Rotate, apply_view
+from coterie.transforms import Blur, Colour, Contrast, Noise, Rotate, SwapLabels, apply_view
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ class Add:
 
     amount: int
 
-    def inputs(self, x):
+    def inputs(self, x, rows=None):
         return x + self.amount
 
     def labels(self, y):
@@ -66,7 +67,7 @@ class Add:
 class Double:
     """Doubles inputs."""
 
-    def inputs(self, x):
+    def inputs(self, x, rows=None):
         return x * 2
 
     def labels(self, y):
@@ -86,3 +87,39 @@ def test_the_empty_view_changes_nothing():
 
 def test_the_repr_of_a_transform_names_it():
     assert repr(Rotate(90.0)) == "Rotate(degrees=90.0)"  # the digest of a federation hangs on this
+
+
+def test_swapped_labels_swap_back():
+    y = torch.tensor([0, 1, 2, 3, 2])
+    swapped = SwapLabels(2, 3).labels(y)
+    assert swapped.tolist() == [0, 1, 3, 2, 3]
+    assert torch.equal(SwapLabels(2, 3).labels(swapped), y)
+
+
+def test_noise_belongs_to_the_sample():
+    x = torch.zeros(3, 1, 20, 20)
+    rows = torch.tensor([5, 9, 5])
+    seen = Noise(0.5).inputs(x, rows)
+    assert torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0], seen[1])
+    assert seen[0].std().item() == pytest.approx(0.5, rel=0.1)
+    assert torch.equal(Noise(0.5).inputs(x[1:2], rows[1:2])[0], seen[1])
+
+
+def test_blur_keeps_the_mean_of_flat_pictures_and_spreads_a_point():
+    assert torch.allclose(Blur(1.0).inputs(torch.full((2, 3, 9, 9), 0.7)), torch.tensor(0.7))
+    point = torch.zeros(1, 1, 15, 15)
+    point[0, 0, 7, 7] = 1.0
+    seen = Blur(1.5).inputs(point)[0, 0]
+    expected = scipy.ndimage.gaussian_filter(point[0, 0].numpy(), 1.5, mode="nearest", radius=5)
+    np.testing.assert_allclose(seen.numpy(), expected, atol=1e-6)
+
+
+def test_contrast_is_around_the_own_mean():
+    x = torch.tensor([[[[1.0, 3.0]]], [[[0.0, 10.0]]]])
+    assert Contrast(0.5).inputs(x).tolist() == [[[[1.5, 2.5]]], [[[2.5, 7.5]]]]
+
+
+def test_coloured_light_darkens_the_other_channels():
+    white = torch.ones(1, 3, 1, 1)
+    assert Colour((1.0, 0.5, 0.0)).inputs(white).flatten().tolist() == [1.0, 0.0, -1.0]

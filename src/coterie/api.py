@@ -316,6 +316,8 @@ def _train(
     trainer = Trainer(setup.algorithm, engine, setup.federation, setup.schedule, folder, observer, should_stop)
     if folder is not None:
         folder.write_json("environment.json", environment(engine, digest))
+        manifest = {"seed": setup.schedule.seed, **setup.federation.manifest()}
+        folder.write_json("artifacts/manifest.json", manifest)
         checkpoint, problems = folder.load_checkpoint()
         engine.notes += problems
         if checkpoint is not None:

@@ -136,7 +136,7 @@ class DeviceData:
             if not transforms:
                 continue
             who = slice(None) if len(present) == 1 else (view == number).nonzero().flatten().to(self.device)
-            seen_x, seen_y = apply_view(transforms, x[who].flatten(0, 1), y[who].flatten(0, 1))
+            seen_x, seen_y = apply_view(transforms, x[who].flatten(0, 1), y[who].flatten(0, 1), rows[who].flatten())
             x[who] = seen_x.reshape(-1, *x.shape[1:])
             y[who] = seen_y.reshape(-1, *y.shape[1:])
         return x, y

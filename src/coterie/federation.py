@@ -56,6 +56,15 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Move:
+    """From this round on clients are of other kinds."""
+
+    round: int
+    view: Tensor  # int64 [N]
+    groups: Tensor  # int64 [N]
+
+
+@dataclass(frozen=True)
 class Federation:
     """N clients over one packed data set."""
 
@@ -73,6 +82,9 @@ class Federation:
     groups: Tensor | None = None  # int64 [N] true groups, for evaluation only
     mean: float = 0.0
     std: float = 1.0
+    moves: tuple[Move, ...] = ()  # clients that change their kind, by round
+    reserved: Tensor | None = None  # int64 [R] rows that the server has, and no client
+    repeats: bool = False  # whether a sample may be held by several clients of one kind
 
     def __len__(self) -> int:
         return len(self.names)
@@ -95,7 +107,19 @@ class Federation:
         """Inputs and labels of one client as its network gets them: scaled, and through its view."""
         rows = self.split(split).rows(client)
         view = self.views[int(self.view_of(torch.tensor([client]))[0])]
-        return apply_view(view, (self.x[rows].float() - self.mean) / self.std, self.y[rows])
+        return apply_view(view, (self.x[rows].float() - self.mean) / self.std, self.y[rows], rows)
+
+    def at(self, round: int) -> Federation:
+        """The federation as it is in that round: clients that drift have the view and group of then."""
+        since = [move for move in self.moves if move.round <= round]
+        if not since:
+            return self
+        return replace(self, view=since[-1].view, groups=since[-1].groups)
+
+    def reserved_samples(self) -> tuple[Tensor, Tensor]:
+        """Inputs (scaled) and labels of the samples that the server has; none of them is in any shard."""
+        rows = torch.empty(0, dtype=torch.int64) if self.reserved is None else self.reserved
+        return (self.x[rows].float() - self.mean) / self.std, self.y[rows]
 
     def validate(self) -> Federation:
         """Refuse what cannot be trained on; returns itself."""
@@ -128,6 +152,7 @@ class Federation:
             keys=self.keys[ids],
             view=self.view_of(ids),
             groups=None if self.groups is None else self.groups[ids],
+            moves=tuple(Move(m.round, m.view[ids], m.groups[ids]) for m in self.moves),
         )
 
     def digest(self) -> str:
@@ -138,13 +163,52 @@ class Federation:
             tensors.append(self.groups)
         for split in (self.train, self.valid, self.test):
             tensors += [split.index, split.offsets, split.shard]
+        for move in self.moves:
+            tensors += [move.view, move.groups]
+        if self.reserved is not None:
+            tensors.append(self.reserved)
         for tensor in tensors:
             array = np.ascontiguousarray(tensor.numpy())
             total.update(f"{array.dtype}{array.shape}".encode())
             total.update(array.data)
-        rest = (self.names, self.views, self.num_classes, self.mean, self.std, self.groups is None)
+        rounds = tuple(move.round for move in self.moves)
+        rest = (self.names, self.views, self.num_classes, self.mean, self.std, self.groups is None, rounds)
         total.update(repr(rest).encode())
         return total.hexdigest()
+
+    def label_counts(self, split: SplitName = "train") -> Tensor:
+        """Samples of each class at each client, as the client names them: int64 [N, L]."""
+        which = self.split(split)
+        seen = self.view_of(torch.arange(len(self)))
+        found = torch.zeros(len(self), max(1, self.num_classes), dtype=torch.int64)
+        for number in seen.unique().tolist():
+            clients = (seen == number).nonzero().flatten()
+            rows = torch.cat([which.rows(client) for client in clients.tolist()])
+            y = self.y[rows]
+            for transform in self.views[number]:
+                y = transform.labels(y)
+            place = torch.repeat_interleave(torch.arange(len(clients)), which.sizes[clients])
+            wide = found.shape[1]
+            counts = torch.bincount(place * wide + y.long(), minlength=len(clients) * wide)
+            found[clients] = counts.reshape(len(clients), wide)
+        return found
+
+    def manifest(self) -> dict[str, object]:
+        """Who holds how much of what, for the run folder."""
+        counts = self.label_counts().tolist() if self.num_classes else None
+        return {
+            "digest": self.digest(),
+            "clients": list(self.names),
+            "train": self.train.sizes.tolist(),
+            "valid": self.valid.sizes.tolist(),
+            "test": self.test.sizes.tolist(),
+            "groups": None if self.groups is None else self.groups.tolist(),
+            "label_counts": counts,
+            "views": [repr(view) for view in self.views],
+            "moves": [{"round": move.round, "groups": move.groups.tolist()} for move in self.moves],
+            "reserved": 0 if self.reserved is None else len(self.reserved),
+            "repeats": self.repeats,
+        }
 
     @classmethod
     def from_clients(

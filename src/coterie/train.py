@@ -148,7 +148,9 @@ class Trainer:
         return evaluation(scores)
 
     def _groups(self) -> NDArray[np.int64] | None:
-        return None if self.federation.groups is None else self.federation.groups.numpy()
+        """The true groups as they are in the round in hand."""
+        groups = self.federation.at(self.engine.round).groups
+        return None if groups is None else groups.numpy()
 
     # ---- the summary ----
 
@@ -230,6 +232,7 @@ class Trainer:
         def under(prefix: str) -> dict[str, Tensor]:
             return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
+        self.engine.begin(checkpoint.round, "round")
         self.state = self.algorithm.state_type.restore(under("state."), plain["state"], self.engine.device)
         self.engine.load_memory(under("memory."))
         self.engine.ledger.entries = plain["ledger"]

@@ -73,7 +73,9 @@ def test_the_official_split_is_kept(data):
 
 
 def test_a_user_with_nothing_to_train_on_is_refused(data):
-    with pytest.raises(DataError, match="Client 'b' of own has no samples to train on"):
+    with pytest.raises(
+        DataError, match="User 'b' of own has no samples in the official training set; use --set scenario.split=own"
+    ):
         deal(replace(data, is_train=data.user != 1))
 
 

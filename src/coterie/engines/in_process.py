@@ -14,6 +14,7 @@ from coterie.block import Answer, Block, ClientStep, DeviceData, Kernel, Models,
 from coterie.engine import Chunk, Engine, Failure, available_memory, resolve_device
 from coterie.errors import ConfigError, CoterieError, EngineError
 from coterie.federation import Federation
+from coterie.ledger import Phase
 from coterie.local import SGD
 from coterie.network import Network
 from coterie.randomness import Rng
@@ -118,6 +119,11 @@ class InProcessEngine(Engine):
         per_sample = 3 * self._activations * self._itemsize
         self._samples_at_once = int(min(max(1, self.memory_budget() // 2 // per_sample), 8192))
         self.kernel = self.make_kernel()
+
+    def begin(self, round: int, phase: Phase) -> None:
+        """Clients that drift are from now on as they are in this round."""
+        super().begin(round, phase)
+        self.data.federation = self.federation.at(round)
 
     def make_kernel(self) -> Kernel:
         """The way this engine computes a stack of models."""

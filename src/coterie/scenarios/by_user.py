@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 
 from coterie.errors import DataError
-from coterie.federation import cut
-from coterie.scenario import Deal, Hand, Part, register_part
+from coterie.scenario import Deal, Hand, Part, cut_own_tests, register_part, shuffled
 from coterie.settings import setting
 
 
@@ -22,8 +21,9 @@ class ByUser(Part):
     key: ClassVar[str] = "by_user"
     summary: ClassVar[str] = "one client per user of the data"
 
-    test: float = setting(0.2, "share of a user's samples for testing, where the data has no split", gt=0, lt=1)
-    min_samples: int = setting(1, "users with fewer samples are left out", ge=1)
+    split: Literal["official", "own"] = setting(
+        "official", "where the data has a split: keep it, or take a share of each user's samples for testing"
+    )
 
     def plan(self, deal: Deal) -> None:
         """Deal by user; the users' own groups, if the data has them, are the true groups."""
@@ -41,7 +41,8 @@ class ByUser(Part):
         assert data.user is not None
         order = np.argsort(data.user, kind="stable")
         starts = np.searchsorted(data.user[order], np.arange(len(data.user_names) + 1))
-        users = [u for u in range(len(data.user_names)) if starts[u + 1] - starts[u] >= self.min_samples]
+        least = deal.common.min_samples or 1
+        users = [u for u in range(len(data.user_names)) if starts[u + 1] - starts[u] >= least]
         if deal.clients is not None:
             if deal.clients > len(users):
                 raise DataError(f"{data.name} has {len(users)} users; {deal.clients} clients were asked for.")
@@ -59,12 +60,16 @@ class ByUser(Part):
                 )
             group = spread[position] if data.group is None else int(data.group[rows[0]])
             # Shuffled in any case: the last of the training rows are held out for validation.
-            shuffled = torch.from_numpy(rows)[deal.rng.at("split", name).permutation(len(rows))]
-            if data.is_train is None:
-                # At least one sample on each side, however small the share.
-                train, test = cut(shuffled, max(self.test, 1.0 / len(rows)))
+            mixed = shuffled(deal.free(torch.from_numpy(rows)), deal.rng.at("split", name))
+            if data.is_train is None or self.split == "own":
+                train, test = cut_own_tests(mixed, deal.common.test)
             else:
-                flags = torch.from_numpy(data.is_train)[shuffled]
-                train, test = shuffled[flags], shuffled[~flags]
+                flags = torch.from_numpy(data.is_train)[mixed]
+                train, test = mixed[flags], mixed[~flags]
+                if not len(train):
+                    raise DataError(
+                        f"User '{name}' of {data.name} has no samples in the official training set; "
+                        "use --set scenario.split=own."
+                    )
             hands.append(Hand(name, group, train, test))
         return hands

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coterie.scenario import Deal, Part, deal_evenly, register_part
+from coterie.scenario import Deal, Part, register_part
 
 
 @register_part
@@ -17,5 +17,4 @@ class Iid(Part):
     summary: ClassVar[str] = "samples dealt out evenly at random"
 
     def plan(self, deal: Deal) -> None:
-        """Deal evenly."""
-        deal.set_dealer(deal_evenly)
+        """Nothing to add: this is how samples are dealt by default."""
