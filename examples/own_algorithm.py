@@ -31,7 +31,7 @@ class FedMedian(Algorithm):
     key: ClassVar[str] = "fedmedian"
     limit: float = setting(5.0, "longest update a client may answer with", gt=0)
 
-    def init(self, task: Any, engine: Engine, rng: Rng) -> ClusterState:
+    def start(self, task: Any, engine: Engine, rng: Rng) -> ClusterState:
         return ClusterState.common_start(engine, num_clusters=1)
 
     def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:

@@ -148,6 +148,7 @@ def test_totals_are_those_of_rounds_with_start_and_evaluation_apart():
         "up": 96,
         "scalars": 16,
         "start": {"down": 48, "up": 0, "scalars": 0},
+        "repair": {"down": 0, "up": 0, "scalars": 0},
         "evaluate": {"down": 96, "up": 0, "scalars": 16},
         "by_step": {
             "evaluate/evaluate": {"down": 96, "up": 0, "scalars": 16, "messages": 4},
@@ -166,7 +167,7 @@ def test_totals_are_a_copy():
 
 def test_an_empty_ledger():
     nothing = {"down": 0, "up": 0, "scalars": 0}
-    assert Ledger().totals() == {**nothing, "start": nothing, "evaluate": nothing, "by_step": {}}
+    assert Ledger().totals() == {**nothing, "start": nothing, "repair": nothing, "evaluate": nothing, "by_step": {}}
 
 
 @pytest.mark.parametrize("clusters", [1, 2, 5])

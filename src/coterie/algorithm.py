@@ -8,7 +8,7 @@ optax. A toy that trains K random-chosen centers would be:
     class Toy(Algorithm):
         key: ClassVar[str] = "toy"
 
-        def init(self, task, engine, rng):
+        def start(self, task, engine, rng):
             return ClusterState.common_start(engine, num_clusters=1)
 
         def round(self, state, engine, cohort, rng):
@@ -101,7 +101,7 @@ class Algorithm(abc.ABC):
     state_type: ClassVar[type[ClusterState]] = ClusterState
 
     @abc.abstractmethod
-    def init(self, task: Task, engine: Engine, rng: Rng) -> Any:
+    def start(self, task: Task, engine: Engine, rng: Rng) -> Any:
         """The state before the first round; may ask clients, which the ledger shows as the start."""
 
     @abc.abstractmethod

@@ -2,15 +2,15 @@
 
 Models and arrays are counted as they would travel: each distinct model once per client and round (models
 are told apart by content). Single numbers per client (a sample count, a chosen label) are counted apart as
-`scalars`, so that the cost of models compares exactly between methods. Three phases are kept apart:
-`start` (before the first round), `round`, and `evaluate`.
+`scalars`, so that the cost of models compares exactly between methods. Phases are kept apart:
+`start` (before the first round), `round`, `repair` (what the guard asked for on top), and `evaluate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coterie.randomness import mix
 
-Phase = Literal["start", "round", "evaluate"]
+Phase = Literal["start", "round", "repair", "evaluate"]
 
 
 def fingerprints(table: Tensor) -> list[int]:
@@ -92,9 +92,8 @@ class Ledger:
 
     def totals(self) -> dict[str, Any]:
         """The ledger as it stands in a summary."""
-        phases: dict[str, dict[str, int]] = {
-            p: {"down": 0, "up": 0, "scalars": 0} for p in ("start", "round", "evaluate")
-        }
+        names = get_args(Phase)
+        phases: dict[str, dict[str, int]] = {p: {"down": 0, "up": 0, "scalars": 0} for p in names}
         for name, entry in self.entries.items():
             for key in ("down", "up", "scalars"):
                 phases[name.partition("/")[0]][key] += entry[key]

@@ -255,8 +255,8 @@ def split_rows(deal: Deal, rows: Tensor, members: int, rng: Rng) -> list[Tensor]
     least = common.min_samples or (2 if common.tests == "own" else 1)
     if members * least > len(rows) and not (common.samples or common.alpha):
         raise DataError(
-            f"{members} clients cannot share {len(rows)} training samples of {deal.dataset.name}, at least {least} each; "
-            f"use at most {len(rows) // least * len(deal.views)} clients."
+            f"{members} clients cannot share {len(rows)} training samples of {deal.dataset.name}, at least {least} "
+            f"each; use at most {len(rows) // least * len(deal.views)} clients."
         )
     if not len(rows):
         raise DataError(f"There are no samples of {deal.dataset.name} left to deal out.")

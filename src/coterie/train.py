@@ -90,7 +90,7 @@ class Trainer:
     def _start(self) -> None:
         began = time.perf_counter()
         self.engine.begin(0, "start")
-        self.state = self.algorithm.init(self.engine.task, self.engine, self._rng.at("init"))
+        self.state = self.algorithm.start(self.engine.task, self.engine, self._rng.at("init"))
         self.progress.labels.append(self.state.labels.numpy().copy())
         self.progress.seconds["start"] += time.perf_counter() - began
 

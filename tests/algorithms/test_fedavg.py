@@ -16,7 +16,7 @@ def respond(step, client, sent):
 def test_mean_of_the_answers(weighting, expected):
     engine = MockEngine(respond, num_clients=3, chunk=2)
     method = FedAvg(weighting=weighting)
-    state = method.init(engine.task, engine, Rng.seed(0))
+    state = method.start(engine.task, engine, Rng.seed(0))
     after = method.round(state, engine, engine.everyone(), Rng.seed(0))
     assert after.centers[0].tolist() == pytest.approx(expected)
     assert after.labels.tolist() == [0, 0, 0]
@@ -27,7 +27,7 @@ def test_nobody_answers():
         raise RuntimeError("off")
 
     engine = MockEngine(silent, num_clients=2)
-    state = FedAvg().init(engine.task, engine, Rng.seed(0))
+    state = FedAvg().start(engine.task, engine, Rng.seed(0))
     after = FedAvg().round(state, engine, engine.everyone(), Rng.seed(0))
     assert torch.equal(after.centers, state.centers)
     assert after.labels.tolist() == [-1, -1]

@@ -8,7 +8,6 @@ import torch
 import coterie
 from coterie.algorithms.fedavg import FedAvg
 from coterie.algorithms.fesem import FeSEM
-from coterie.clustering import Sketch
 from coterie.engines.mock import MockEngine
 from coterie.local import SGD
 from coterie.randomness import Rng
@@ -25,7 +24,7 @@ def go_home(step, client, sent):
 
 def started(method: FeSEM, respond=go_home, clients: int = 5):
     engine = MockEngine(respond, num_clients=clients, chunk=2)
-    return engine, method.init(engine.task, engine, Rng.seed(0))
+    return engine, method.start(engine.task, engine, Rng.seed(0))
 
 
 def test_start_is_k_means_of_models_from_one_start():
@@ -36,7 +35,7 @@ def test_start_is_k_means_of_models_from_one_start():
     assert a != b
     assert state.centers[a].tolist() == pytest.approx([0.0, 1.1])
     assert state.centers[b].tolist() == pytest.approx([5.1, 0.1])
-    assert torch.equal(state.start_centers, state.centers)
+    assert torch.equal(state.sketches, TARGETS)  # narrower than a sketch: kept whole
 
 
 def test_start_counts_as_round_zero():
@@ -94,8 +93,7 @@ def test_head_looks_at_the_last_layer_only():
     trainer.engine.begin(1, "round")
     rng = trainer._rng.at("x")
     models = torch.randn(3, centers.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    mine = trainer.algorithm._seen(models, state, trainer.engine)
-    found = trainer.algorithm._distances(mine, centers, state, trainer.engine)
+    found = trainer.algorithm.distances(None, models, torch.arange(3), state, trainer.engine)
     assert torch.allclose(found, torch.cdist(models[:, seen], centers[:, seen]) ** 2)
     assert trainer.algorithm.round(state, trainer.engine, trainer.engine.everyone(), rng).labels.min() >= 0
 
@@ -152,7 +150,7 @@ def test_sketched_start_finds_the_same_clusters():
     """Where the local models do not fit: sketches for k-means, a second pass for the centers."""
     federation = ragged_federation(20, shape=(1, 12, 12), samples=40)
     work = SGD(lr=0.2, epochs=3, batch_size=10)
-    method = FeSEM(num_clusters=2, sketch=64)
+    method = FeSEM(num_clusters=2)
     small = setup_of(method, federation, model_settings={"hidden": 500}, work=work)
     held, sketched = trainer_of(small), trainer_of(small)
     sketched.engine.memory_budget = lambda: 1
@@ -162,7 +160,7 @@ def test_sketched_start_finds_the_same_clusters():
     assert torch.allclose(held.state.centers, sketched.state.centers, rtol=1e-9, atol=1e-12)
     start = sketched.engine.ledger.totals()["start"]
     assert start["up"] == 2 * start["down"]  # answers twice, the same model down once
-    assert Sketch(small.task().layout.size, 64, Rng.seed(0), torch.device("cpu")).width == 64
+    assert small.task().layout.size > 4096  # wider than the sketches it was clustered by
 
 
 def test_traffic_is_that_of_fedavg_and_the_start():

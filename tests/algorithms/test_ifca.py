@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,14 +20,14 @@ def test_centers_are_means_of_those_who_chose_them():
         return {"params": sent[choice] + client, "choice": choice, "samples": client + 1}
 
     engine = MockEngine(respond, num_clients=4, chunk=3)
-    method = IFCA(num_clusters=3)
-    state = method.init(engine.task, engine, Rng.seed(0))
+    method = IFCA(num_clusters=3, init="paper", guard=False)
+    state = method.start(engine.task, engine, Rng.seed(0))
     after = method.round(state, engine, engine.everyone(), Rng.seed(0))
     assert torch.allclose(after.centers[0], state.centers[0] + 1)  # clients 0 and 2
     assert torch.allclose(after.centers[1], state.centers[1] + 2)  # clients 1 and 3
     assert torch.equal(after.centers[2], state.centers[2])  # nobody
     assert after.labels.tolist() == [0, 1, 0, 1]
-    weighted = IFCA(num_clusters=3, weighting="samples").round(state, engine, engine.everyone(), Rng.seed(0))
+    weighted = replace(method, weighting="samples").round(state, engine, engine.everyone(), Rng.seed(0))
     assert torch.allclose(weighted.centers[1], state.centers[1] + (2 * 1 + 4 * 3) / 6)
 
 
@@ -35,8 +37,8 @@ def test_gradient_averaging_divides_by_all_who_took_part():
         return {"params": torch.full((2,), float(client)), "choice": 0 if client < 3 else 1}
 
     engine = MockEngine(respond, num_clients=4)
-    method = IFCA(num_clusters=2, average="gradients")
-    state = method.init(engine.task, engine, Rng.seed(0))
+    method = IFCA(num_clusters=2, init="paper", average_of="gradients")
+    state = method.start(engine.task, engine, Rng.seed(0))
     after = method.round(state, engine, engine.everyone(), Rng.seed(0))
     lr = engine.task.work.lr
     assert torch.allclose(after.centers[0], state.centers[0] - lr * (0 + 1 + 2) / 4)
@@ -45,7 +47,7 @@ def test_gradient_averaging_divides_by_all_who_took_part():
 
 def test_first_centers_are_independent():
     engine = MockEngine(lambda *a: {}, num_clients=4)
-    state = IFCA(num_clusters=3).init(engine.task, engine, Rng.seed(0))
+    state = IFCA(num_clusters=3, init="paper").start(engine.task, engine, Rng.seed(0))
     assert len(torch.unique(state.centers, dim=0)) == 3
     assert state.labels.tolist() == [-1] * 4
 
@@ -77,7 +79,7 @@ def test_gradients_with_batch_norm_move_the_statistics():
     network = lambda: torch.nn.Sequential(  # noqa: E731
         torch.nn.Flatten(), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 3)
     )
-    setup = setup_of(IFCA(num_clusters=1, average="gradients"), model=network, model_settings={}, work=SGD(lr=0.1))
+    setup = setup_of(IFCA(num_clusters=1, average_of="gradients"), model=network, model_settings={}, work=SGD(lr=0.1))
     trainer = finished(setup)
     running_mean = trainer.state.centers[0, -32:-16]
     assert (running_mean != 0).all()

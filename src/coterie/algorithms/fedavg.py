@@ -26,7 +26,7 @@ class FedAvg(Algorithm):
 
     weighting: Literal["samples", "equal"] = setting("samples", "weight of a client in the mean")
 
-    def init(self, task: Task, engine: Engine, rng: Rng) -> ClusterState:
+    def start(self, task: Task, engine: Engine, rng: Rng) -> ClusterState:
         """The common start."""
         state: ClusterState = ClusterState.common_start(engine, num_clusters=1)
         return state

@@ -30,7 +30,7 @@ class Local(Algorithm):
     key: ClassVar[str] = "local"
     paper: ClassVar[str] = "the lower bound that every paper compares to (NoFed, Local)"
 
-    def init(self, task: Task, engine: Engine, rng: Rng) -> ClusterState:
+    def start(self, task: Task, engine: Engine, rng: Rng) -> ClusterState:
         """Nothing on the server; every client is its own cluster once it has trained."""
         size = task.layout.size * engine.dtype.itemsize
         engine.require_memory(

@@ -40,6 +40,7 @@ def compare(
     participation: flags_of.ParticipationFlag = None,
     engine: flags_of.EngineFlag = None,
     device: flags_of.DeviceFlag = None,
+    data_dir: flags_of.DataFlag = None,
     out: flags_of.OutFlag = Path("runs"),
     name: flags_of.NameFlag = None,
     config: flags_of.ConfigFlag = None,

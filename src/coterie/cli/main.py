@@ -8,7 +8,7 @@ import click
 import typer
 from rich.console import Console
 
-from coterie.cli import compare, lists, run
+from coterie.cli import compare, data, data_show, lists, run
 from coterie.errors import CoterieError
 
 app = typer.Typer(
@@ -23,6 +23,8 @@ app.command("resume")(run.resume)
 app.command("show")(run.show)
 app.command("compare")(compare.compare)
 app.command("list")(lists.list_things)
+data.data_app.command("show")(data_show.show)
+app.add_typer(data.data_app, name="data")
 
 
 def _version(wanted: bool) -> None:

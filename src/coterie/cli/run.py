@@ -32,6 +32,7 @@ ParticipationFlag = Annotated[Text, typer.Option(help="Share of the clients in a
 SeedFlag = Annotated[Text, typer.Option(help="What all randomness hangs on.")]
 EngineFlag = Annotated[Text, typer.Option(help="'vectorized' (fast) or 'loop' (reference).")]
 DeviceFlag = Annotated[Text, typer.Option(help="'auto', 'cpu' or 'cuda'.")]
+DataFlag = Annotated[Text, typer.Option("--data-dir", help="Folder of stored data; by default COTERIE_DATA.")]
 OutFlag = Annotated[Path, typer.Option(help="Folder that run folders are made in.")]
 NameFlag = Annotated[Text, typer.Option(help="Name of the run folder.")]
 ConfigFlag = Annotated[Path | None, typer.Option(help="TOML file with the same settings; flags override it.")]
@@ -83,6 +84,7 @@ def flags_to_tables(flags: dict[str, Any]) -> Tables:
             "seed": parse_int("seed", flags.get("seed")),
             "engine": flags["engine"],
             "device": flags["device"],
+            "data_dir": flags["data_dir"],
             "evaluate_every": parse_int("evaluate-every", flags["evaluate_every"]),
             "checkpoint_every": parse_float("checkpoint-every", flags["checkpoint_every"]),
         },
@@ -121,6 +123,7 @@ def run(
     seed: SeedFlag = None,
     engine: EngineFlag = None,
     device: DeviceFlag = None,
+    data_dir: DataFlag = None,
     out: OutFlag = Path("runs"),
     name: NameFlag = None,
     config: ConfigFlag = None,

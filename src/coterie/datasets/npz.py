@@ -7,6 +7,7 @@ integer classes or float targets. One client per user; without users the samples
 from __future__ import annotations
 
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +21,8 @@ from coterie.errors import DataError
 from coterie.randomness import Rng
 from coterie.settings import setting
 
-_COLUMNS = ("x", "y", "user", "group", "is_train")
+_COLUMNS = ("x", "y", "user", "is_train")
+_DAMAGED = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 @register_source
@@ -54,18 +56,12 @@ def preset_of_file(path: Path) -> Preset:
     )
 
 
-def read_npz(path: Path) -> Dataset:
-    """The samples of a file."""
+def read_npz(path: Path, *, groups: tuple[str, ...] = ("group",)) -> Dataset:
+    """The samples of a file; `groups` names the columns of true groups, the first that is there counts."""
     with _open(path) as arrays:
-        missing = [name for name in ("x", "y") if name not in arrays.files]
-        if missing:
-            found = ", ".join(arrays.files) or "nothing"
-            raise DataError(f"{path} has no array '{missing[0]}' (found: {found}); it needs x and y.")
-        try:
-            columns = {name: arrays[name] for name in _COLUMNS if name in arrays.files}
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(f"{path} is damaged or holds Python objects: {error}.") from error
-    x, mean, std = _samples(columns["x"], path)
+        columns = _read(arrays, _COLUMNS, path)
+        group = next(iter(_read(arrays, groups, path).values()), None)
+    x, mean, std = _samples(columns.pop("x"), path)
     y, num_classes = _labels(columns["y"], path)
     user, names = _users(columns.get("user"))
     return Dataset(
@@ -76,10 +72,28 @@ def read_npz(path: Path) -> Dataset:
         is_train=_flags(columns.get("is_train"), path),
         user=user,
         user_names=names,
-        group=_users(columns.get("group"))[0],
+        group=_users(group)[0],
         mean=mean,
         std=std,
     )
+
+
+def count_samples(path: Path) -> int:
+    """The number of samples of a file, without reading them."""
+    with _open(path) as arrays:
+        return len(_read(arrays, ("y",), path)["y"])
+
+
+def _read(arrays: Any, names: tuple[str, ...], path: Path) -> dict[str, NDArray[Any]]:
+    """Those of the named arrays that are there; a file must have x and y."""
+    missing = [name for name in ("x", "y") if name not in arrays.files]
+    if missing:
+        found = ", ".join(arrays.files) or "nothing"
+        raise DataError(f"{path} has no array '{missing[0]}' (found: {found}); it needs x and y.")
+    try:
+        return {name: arrays[name] for name in names if name in arrays.files}
+    except _DAMAGED as error:
+        raise DataError(f"{path} is damaged or holds Python objects: {error}.") from error
 
 
 def _open(path: Path) -> Any:
@@ -93,7 +107,7 @@ def _open(path: Path) -> Any:
             if start.startswith(b"PK") and not zipfile.is_zipfile(file):
                 raise zipfile.BadZipFile("the archive is cut short")
         arrays = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except _DAMAGED as error:
         raise DataError(f"{path} is not a readable .npz file: {error}.") from error
     if not hasattr(arrays, "files"):
         raise DataError(f"{path} is a single array; save x and y together with numpy.savez.")

@@ -1,0 +1,376 @@
+"""What the iterative clustered methods share: the start, the round (train, assign, average), and the guard.
+
+A method says how far a client's model is from each center (`distances`); everything else is here.
+
+**Start.** `warm`: every client trains once from ONE common model, and what comes back is clustered by k-means
+with restarts on the method's own signature (models, or outputs). `paper`: as the method's paper has it.
+
+**Guard.** After a round, an empty cluster, or two centers that are the same, are noticed and repaired: the
+cluster whose members pull apart most is split, by 2-means on sketches of their updates, and the freed center
+becomes the mean of one half. Every repair is recorded with round and reason. The guard sees what the server
+sees anyway (models, labels): neither true groups nor test data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from coterie.algorithm import Algorithm, ClusterState, num_clusters_setting
+from coterie.block import Task, train
+from coterie.clustering import CenterSums, Sketch, kmeans
+from coterie.engine import Chunk, Engine
+from coterie.local import SGD
+from coterie.randomness import Rng, uniform
+from coterie.settings import setting
+
+_WIDTH = 1024  # of the sketches that are kept of each client
+_SAME = 0.05  # centers nearer than this share of a typical update are the same
+_REST = 2  # rounds between two repairs, so that the first can take effect
+
+
+@dataclass(frozen=True)
+class CenterState(ClusterState):
+    """The centers, and what is remembered of the clients' first models."""
+
+    sketches: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, D] first update from the common start
+    mean_samples: float = 0.0  # mean number of samples of the clients met at the start
+    mended_in: int = -_REST  # round of the last repair
+    first_labels: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # see _without_clients
+
+
+class Average(Protocol):
+    """How the members of a cluster become its center."""
+
+    def add(self, rows: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
+        """Take in models [c, P] of clusters [c]."""
+        ...
+
+    def means(self, keep: Tensor) -> Tensor:
+        """The centers [K, P]; a cluster without members keeps its row of `keep`."""
+        ...
+
+
+@dataclass(frozen=True)
+class CenterMethod(Algorithm):
+    """K centers; each client trains from its own, is assigned, and is averaged into the one it is assigned to."""
+
+    state_type: ClassVar[type[ClusterState]] = CenterState
+
+    num_clusters: int = num_clusters_setting()
+    init: Literal["warm", "paper"] = setting("warm", "start: from a clustering of first models, or as in the paper")
+    guard: bool = setting(True, "repair empty and duplicate clusters while the run goes on")
+    weighting: Literal["equal", "samples"] = setting("equal", "weight of a client in its cluster's mean")
+    restarts: int = setting(20, "random restarts of the first clustering", ge=1)
+
+    # ---- what a method says ----
+
+    def distances(self, context: Any, params: Tensor, clients: Tensor, state: Any, engine: Engine) -> Tensor:
+        """Distance of each model [c, P] of these clients to each center: [c, K]."""
+        raise NotImplementedError
+
+    def prepare(self, state: Any, engine: Engine, rng: Rng) -> Any:
+        """What `distances` needs in this round, made once from the centers."""
+        return None
+
+    def signature(self, params: Tensor, state: Any, engine: Engine) -> Tensor:
+        """What first models [c, P] are clustered by: [c, D]."""
+        return self._update(params, state, engine)
+
+    def work(self, engine: Engine) -> SGD:
+        """What clients do in this round."""
+        return engine.task.work.at(engine.round)
+
+    def average(self, state: Any, engine: Engine) -> Average:
+        """How members become a center."""
+        return CenterSums(self.num_clusters, like=state.centers)
+
+    def ask(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:
+        """Let clients train: each from its center, or from the common start if it was not met yet."""
+        return self.train_from(state, engine, cohort, rows_of(state.labels[cohort], self.num_clusters), rng)
+
+    def train_from(self, state: Any, engine: Engine, cohort: Tensor, rows: Tensor, rng: Rng) -> Iterator[Chunk]:
+        """Let clients train from given rows [C]: row k is center k, row K the common start."""
+        table = torch.cat([state.centers, state.common.unsqueeze(0)])
+        return engine.call(train, cohort, models=table, refs=rows, work=self.work(engine), rng=rng)
+
+    def choose(self, context: Any, chunk: Chunk, state: Any, engine: Engine, rng: Rng) -> Tensor:
+        """The cluster of each client of a chunk, [c] on the CPU; -1: leave it where it is."""
+        params, clients = chunk.answer.params, chunk.clients
+        return self.distances(context, params, clients, state, engine).argmin(1).cpu()
+
+    def first_choice(self, context: Any, chunk: Chunk, state: Any, engine: Engine, rng: Rng) -> Tensor:
+        """As `choose`, for clients that are met for the first time and trained from the common start."""
+        return self.choose(context, chunk, state, engine, rng)
+
+    def met(self, state: Any, engine: Engine, clients: Tensor, rng: Rng) -> Any:
+        """Ask clients, when they are first met, what the method must know of them; the state after it."""
+        return state
+
+    # ---- the start ----
+
+    def start(self, task: Task, engine: Engine, rng: Rng) -> Any:
+        """The state before the first round."""
+        width = min(_WIDTH, task.layout.num_parameters)
+        sketches = torch.zeros(engine.num_clients, width, dtype=engine.dtype, device=engine.device)
+        return self.first_state(self.state_type.common_start(engine, self.num_clusters, sketches=sketches), engine, rng)
+
+    def first_state(self, state: Any, engine: Engine, rng: Rng) -> Any:
+        """The start that `init` names; in most papers K random centers and random labels."""
+        way = random_start if self.init == "paper" else type(self).clustered_start
+        return way(self, state, engine, rng)
+
+    def clustered_start(self, state: Any, engine: Engine, rng: Rng) -> Any:
+        """Everyone trains once from the common start; k-means on the signatures; centers are the means."""
+        size = engine.num_clients * engine.task.layout.size * engine.dtype.itemsize
+        fits = size <= engine.memory_budget()
+        sketch = self._sketch(engine)
+        rows, kept, samples, who = [], [], [], []
+        everyone = engine.everyone()
+        for chunk in self.train_from(state, engine, everyone, _common(everyone, self), rng.at("start")):
+            signature = self.signature(chunk.answer.params, state, engine)
+            # Where all models do not fit, sketches of what they are clustered by do.
+            rows.append(signature if fits else Sketch(signature.shape[1], 4096, rng, engine.device)(signature))
+            state.sketches[chunk.clients.to(engine.device)] = sketch(self._update(chunk.answer.params, state, engine))
+            if fits:
+                kept.append(chunk.answer.params)
+            samples.append(_samples_of(chunk))
+            who.append(chunk.clients)
+        if not who:
+            return random_start(self, state, engine, rng)
+        clients, weights = torch.cat(who), torch.cat(samples)
+        clusters = min(self.num_clusters, len(clients))
+        found = kmeans(torch.cat(rows), clusters, rng.at("k-means"), engine.keys[clients], self.restarts).labels
+        labels = state.labels.clone()
+        labels[clients] = found
+        average = self.average(state, engine)
+        if fits:
+            average.add(torch.cat(kept), found, self._weights(weights))
+        else:
+            # A second, identical pass: randomness is a hash, so the same models come back.
+            for chunk in self.train_from(state, engine, clients, _common(clients, self), rng.at("start")):
+                average.add(chunk.answer.params, labels[chunk.clients], self._weights(_samples_of(chunk)))
+        centers = average.means(keep=state.centers)
+        state = replace(state, centers=centers, labels=labels, mean_samples=float(weights.double().mean()))
+        return self.met(state, engine, clients, rng.at("met"))
+
+    # ---- the round ----
+
+    def round(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Any:
+        """Train from the own center, assign, average, and mend what is broken."""
+        unknown = cohort[state.labels[cohort] < 0]
+        if len(unknown):
+            state = self.met(state, engine, unknown, rng.at("met"))
+        context = self.prepare(state, engine, rng.at("prepare"))
+        average = self.average(state, engine)
+        watch = Watch(engine, self.guard)
+        labels = state.labels.clone()
+        for chunk in self.ask(state, engine, cohort, rng.at("train")):
+            known = state.labels[chunk.clients] >= 0
+            chosen = self.choose(context, chunk, state, engine, rng)
+            started = self.started_from(chunk, state)
+            if not bool(known.all()) and self.starts_from_common:
+                # Met for the first time: it trained from the common start, rounds behind, and moves no center yet.
+                chosen = torch.where(known, chosen, self.first_choice(context, chunk, state, engine, rng))
+                self._remember(chunk, ~known, state, engine)
+            else:
+                known = torch.ones_like(known)
+            chosen = torch.where(chosen < 0, state.labels[chunk.clients], chosen)
+            placed = chosen >= 0
+            labels[chunk.clients[placed]] = chosen[placed]
+            moving = (known & placed).to(engine.device)
+            weights = self._weights(_samples_of(chunk))
+            weights = torch.ones_like(moving, dtype=engine.dtype) if weights is None else weights
+            average.add(chunk.answer.params, chosen.clamp_min(0), weights * moving)
+            watch.add(chunk, started, state)
+        after = replace(state, centers=average.means(keep=state.centers), labels=labels)
+        after = self._calm(state, after)
+        return mend(self, state, after, engine, watch, rng) if self.guard else after
+
+    starts_from_common: ClassVar[bool] = True  # whether a client met for the first time trains from the common start
+
+    def started_from(self, chunk: Chunk, state: Any) -> Tensor:
+        """The row each client of a chunk trained from, [c] on the CPU."""
+        return rows_of(state.labels[chunk.clients], self.num_clusters)
+
+    def _calm(self, before: Any, after: Any) -> Any:
+        return after
+
+    def _weights(self, samples: Tensor) -> Tensor | None:
+        return samples if self.weighting == "samples" else None
+
+    def _sketch(self, engine: Engine) -> Sketch:
+        return Sketch(engine.task.layout.num_parameters, _WIDTH, Rng.seed(0).at("first models"), engine.device)
+
+    def _update(self, params: Tensor, state: Any, engine: Engine) -> Tensor:
+        cut = engine.task.layout.num_parameters
+        update: Tensor = params[:, :cut] - state.common[:cut]
+        return update
+
+    def _remember(self, chunk: Chunk, which: Tensor, state: Any, engine: Engine) -> None:
+        """Keep a sketch of the first models of these clients of a chunk."""
+        where = which.nonzero().flatten()
+        update = self._update(chunk.answer.params[where.to(engine.device)], state, engine)
+        state.sketches[chunk.clients[where].to(engine.device)] = self._sketch(engine)(update)
+
+    # ---- newcomers ----
+
+    def assign(self, state: Any, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+        """A newcomer trains once from the common start, and is assigned by the method's own rule."""
+        labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
+        fresh = self._without_clients(state, engine)
+        fresh = self.met(fresh, engine, newcomers, rng.at("met"))
+        context = self.prepare(fresh, engine, rng.at("prepare"))
+        for chunk in self.train_from(fresh, engine, newcomers, _common(newcomers, self), rng.at("train")):
+            labels[chunk.positions] = self.first_choice(context, chunk, fresh, engine, rng)
+        return labels
+
+    def _without_clients(self, state: Any, engine: Engine) -> Any:
+        """The state with another engine's clients, all unknown; what is known of the run's own clients stays."""
+        unknown = torch.full((engine.num_clients,), -1, dtype=torch.int64)
+        return replace(state, labels=unknown, first_labels=state.labels)
+
+
+def rows_of(labels: Tensor, num_clusters: int) -> Tensor:
+    """Labels as rows of the table [centers, common start]: a client not met yet has the last row."""
+    return torch.where(labels < 0, num_clusters, labels)
+
+
+def _common(clients: Tensor, method: CenterMethod) -> Tensor:
+    return torch.full((len(clients),), method.num_clusters)
+
+
+def _samples_of(chunk: Chunk) -> Tensor:
+    """Numbers of samples, where the answer has them; else ones."""
+    samples = chunk.answer.get("samples")
+    return torch.ones(len(chunk.clients), device=chunk.answer.params.device) if samples is None else samples
+
+
+def random_start(method: CenterMethod, state: Any, engine: Engine, rng: Rng) -> Any:
+    """K independent random centers, and a random label for everyone."""
+    drawn = [engine.task.draw(rng.at("center", k)) for k in range(method.num_clusters)]
+    luck = uniform(rng.at("labels").keys(engine.keys), 1)[:, 0]
+    labels = (luck * method.num_clusters).long()
+    centers = torch.stack(drawn).to(engine.device, engine.dtype)
+    state = replace(state, centers=centers, labels=labels)
+    return method.met(state, engine, engine.everyone(), rng.at("met"))
+
+
+# ---- the guard ----
+
+
+class Watch:
+    """What the guard sees of a round: sketches of the updates, and where they started."""
+
+    def __init__(self, engine: Engine, is_on: bool) -> None:
+        self._engine, self._is_on = engine, is_on
+        self._size = engine.task.layout.num_parameters
+        self._sketch = Sketch(self._size, _WIDTH, Rng.seed(0).at("guard"), engine.device) if is_on else None
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, chunk: Chunk, started: Tensor, state: Any) -> None:
+        """Take in a chunk whose clients trained from rows `started` of the table."""
+        if self._sketch is None:
+            return
+        table = torch.cat([state.centers, state.common.unsqueeze(0)])
+        start = table[started.to(table.device)][:, : self._size]
+        update = self._sketch(chunk.answer.params[:, : self._size] - start)
+        self._parts.append((chunk.clients, started, update))
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Clients [C], the rows they started from [C], sketches of their updates [C, D]."""
+        clients, started, updates = zip(*self._parts, strict=True)
+        return torch.cat(clients), torch.cat(started), torch.cat(updates)
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+
+def mend(method: CenterMethod, before: Any, after: Any, engine: Engine, watch: Watch, rng: Rng) -> Any:
+    """Repair one broken cluster, if there is one; the state after it, with the repair recorded."""
+    if not watch or method.num_clusters < 2 or engine.round - after.mended_in < _REST:
+        return after
+    clients, started, updates = watch.result()
+    labels = after.labels.clone()
+    broken, reason = _find_broken(after, updates, engine)
+    if broken is None:
+        return after
+    labels[labels == broken] = _other_of(after, broken, engine)
+    split = split_widest(updates, labels[clients], engine.keys[clients], method.num_clusters, rng.at("split"))
+    if split is None:
+        return after
+    wide, half = split
+    members = clients[labels[clients] == wide]
+    leaving = members[half]
+    labels[leaving] = broken
+    # The members train once more, in the same way: their models are needed again, and come back the same.
+    average = method.average(before, engine)
+    of_member = {int(c): int(r) for c, r in zip(clients, started, strict=True)}
+    rows = torch.tensor([of_member[int(c)] for c in members])
+    engine.begin(engine.round, "repair")
+    for chunk in method.train_from(before, engine, members, rows, rng.at("train")):
+        average.add(chunk.answer.params, labels[chunk.clients], method._weights(_samples_of(chunk)))
+    engine.begin(engine.round, "round")
+    centers = average.means(keep=after.centers)
+    kept = len(members) - len(leaving)
+    repair = {
+        "round": engine.round,
+        "cluster": broken,
+        "reason": f"{reason}: cluster {wide} was split into {kept} and {len(leaving)} clients",
+    }
+    return replace(after, centers=centers, labels=labels, repairs=[*after.repairs, repair], mended_in=engine.round)
+
+
+def _find_broken(state: Any, updates: Tensor, engine: Engine) -> tuple[int | None, str]:
+    """The first cluster that is empty or the same as another, and why."""
+    sizes = torch.bincount(state.labels[state.labels >= 0], minlength=state.num_clusters)
+    empty = (sizes == 0).nonzero().flatten().tolist()
+    if empty:
+        return empty[0], f"cluster {empty[0]} was empty"
+    cut = engine.task.layout.num_parameters
+    apart = torch.cdist(state.centers[:, :cut], state.centers[:, :cut])
+    typical = updates.norm(dim=1).mean()
+    same = (torch.triu(apart, 1) + torch.tril(torch.full_like(apart, torch.inf)) < _SAME * typical).nonzero()
+    if len(same):
+        one, other = same[0].tolist()
+        return other, f"clusters {one} and {other} were the same"
+    return None, ""
+
+
+def _other_of(state: Any, broken: int, engine: Engine) -> int:
+    """The center nearest to a broken one: where its members, if it has any, go."""
+    cut = engine.task.layout.num_parameters
+    apart = (state.centers[:, :cut] - state.centers[broken, :cut]).norm(dim=1)
+    apart[broken] = torch.inf
+    return int(apart.argmin())
+
+
+def split_widest(
+    updates: Tensor, labels: Tensor, keys: Tensor, num_clusters: int, rng: Rng, least: int = 2
+) -> tuple[int, Tensor] | None:
+    """The cluster whose members pull apart most, and which of its members leave: [members] bool.
+
+    For each cluster 2-means on its members' updates; the gain is what splitting takes off the sum of squares,
+    relative to that sum, times the number of members.
+    """
+    best: tuple[float, int, Tensor] | None = None
+    for k in range(num_clusters):
+        mine = (labels == k).nonzero().flatten()
+        if len(mine) < 2 * least:
+            continue
+        rows = updates[mine.to(updates.device)]
+        total = float((rows - rows.mean(0)).square().sum())
+        if total <= 0:
+            continue
+        found = kmeans(rows, 2, rng.at(k), keys[mine], restarts=5)
+        sizes = torch.bincount(found.labels, minlength=2)
+        if int(sizes.min()) < least:
+            continue
+        gain = (total - found.inertia) / total * len(mine)
+        if best is None or gain > best[0]:
+            best = (gain, k, found.labels == int(sizes.argmin()))
+    return None if best is None else (best[1], best[2])

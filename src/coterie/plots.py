@@ -1,0 +1,511 @@
+"""Pictures, as functions that return matplotlib Figures: `label_bubbles(federation).savefig("labels.png")`.
+
+Matplotlib is the optional extra `report` and is imported when a picture is made. Figures are made without
+pyplot, so nothing global is touched and no window is opened. Colours are Okabe and Ito's, which
+colour-blind people can tell apart (Wong, "Points of view: Color blindness", Nature Methods 2011).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.errors import DataError, MissingExtra
+from coterie.federation import Federation, Split
+from coterie.transforms import View
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Counts = NDArray[np.int64]
+
+# Yellow and grey come last: they stand out least.
+OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999")
+
+MOST_BUBBLES = 120  # clients; more are drawn as a heat map
+_MOST_ROWS, _MOST_COLUMNS = 12, 20  # of sample pictures
+_MOST_MEMBERS = 200  # clients of a group that its pictures are chosen from
+_MOST_NAMES = 40  # clients that are named on an axis
+_MOST_SLICES = 1500  # columns of a heat map: as many as it has pixels
+_FILL = 0.94  # of a cell: the diameter of the largest bubble
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of what is not data."""
+
+    paper: str
+    ink: str
+    faint: str
+    shades: str  # colour map whose low end is near the paper
+
+
+LIGHT = Theme(paper="#ffffff", ink="#222222", faint="#d8d8d8", shades="Blues")
+DARK = Theme(paper="#17191c", ink="#e4e4e4", faint="#44484d", shades="cividis")
+
+
+def colour(position: int) -> str:
+    """The colour of the group at this position; beyond eight they come again."""
+    return OKABE_ITO[position % len(OKABE_ITO)]
+
+
+# ---- what is counted ----
+
+
+def label_counts(federation: Federation) -> Counts:
+    """Samples of each class at each client that it learns from, its validation share included: int64 [N, L].
+
+    Labels are as the client sees them.
+    """
+    if not federation.num_classes:
+        return np.zeros((len(federation), 0), dtype=np.int64)
+    return (federation.label_counts("train") + federation.label_counts("valid")).numpy()
+
+
+def classes_that_hold(counts: Counts, percent: int = 80) -> NDArray[np.int64]:
+    """For each client, the fewest classes that hold this percentage of its samples: int64 [N].
+
+    >>> classes_that_hold(np.array([[8, 1, 1], [4, 3, 3], [0, 5, 0], [0, 0, 0]])).tolist()
+    [1, 3, 1, 0]
+    """
+    held = np.sort(counts, axis=1)[:, ::-1].cumsum(axis=1)  # largest classes first
+    wanted = percent * counts.sum(axis=1, keepdims=True)
+    fewest: NDArray[np.int64] = (100 * held < wanted).sum(axis=1) + 1
+    return np.where(wanted[:, 0] > 0, fewest, 0)
+
+
+def group_names(federation: Federation) -> dict[int, str]:
+    """Each true group and what to call it: the stem its clients' names share, or its number.
+
+    Clients r000-000, r000-001, r090-000 ... are of the groups r000 and r090.
+    """
+    if federation.groups is None:
+        return {}
+    groups = federation.groups.tolist()
+    stems: dict[int, set[str]] = {group: set() for group in sorted(set(groups))}
+    for name, group in zip(federation.names, groups, strict=True):
+        stems[group].add(name.rpartition("-")[0])
+    shared = {group: next(iter(found)) for group, found in stems.items() if len(found) == 1}
+    if len(shared) == len(stems) == len(set(shared.values())) and all(shared.values()):
+        return shared
+    return {group: f"group {group}" for group in stems}
+
+
+def _rows_of(split: Split, shards: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
+    """The rows of these shards one after the other [r], and the position of the shard each is of [r]."""
+    offsets = split.offsets.numpy()
+    starts, sizes = offsets[shards], offsets[shards + 1] - offsets[shards]
+    owner = np.repeat(np.arange(len(shards)), sizes)
+    within = np.arange(len(owner)) - np.repeat(sizes.cumsum() - sizes, sizes)
+    return split.index[torch.from_numpy(starts[owner] + within)], owner
+
+
+def _seen_labels(view: View, y: Tensor) -> Tensor:
+    for transform in view:
+        y = transform.labels(y)
+    return y
+
+
+# ---- labels by client ----
+
+
+def label_bubbles(federation: Federation, *, dark: bool = False) -> Figure:
+    """Who holds what: a bubble for each class of each client, its area the number of samples.
+
+    Clients stand side by side by true group, in the group's colour (Fig. 3 of FedDSMIC). More than
+    MOST_BUBBLES clients are drawn as a heat map of the share that each class has at a client.
+    """
+    if not federation.num_classes:
+        raise DataError(f"{federation.name} has no classes, only targets: there are no labels to draw.")
+    counts, names = label_counts(federation), group_names(federation)
+    member = np.zeros(len(counts), dtype=np.int64) if federation.groups is None else federation.groups.numpy()
+    groups = np.searchsorted(sorted(names) or [0], member)  # [N] positions in `titles`
+    titles = [names[group] for group in sorted(names)]
+    theme = DARK if dark else LIGHT
+    if len(counts) > MOST_BUBBLES:
+        return _heat_map(counts, groups, titles, theme)
+    return _bubbles(counts, groups, titles, federation.names, theme)
+
+
+def _bubbles(
+    counts: Counts, groups: NDArray[np.int64], titles: Sequence[str], names: Sequence[str], theme: Theme
+) -> Figure:
+    order = np.argsort(groups, kind="stable")
+    counts, groups = counts[order], groups[order]
+    clients, classes = counts.shape
+    wide = float(np.clip(9.0 / clients, 0.1, 0.6))  # inches of a cell
+    high = float(np.clip(6.0 / classes, 0.11, 0.34))
+    room = max(wide * clients, 3.6)
+    named = clients <= _MOST_NAMES
+    below = 0.25 + 0.07 * min(14, max(len(name) for name in names)) if named else 0.6
+    figure, axes = _panel(room, max(high * classes, 1.2), (0.7, 1.1, _above(titles), below), theme)
+
+    client, label = np.nonzero(counts)
+    largest = max(1, int(counts.max()))
+    roomy = _roomy(np.sqrt(counts / largest))
+    full = _FILL * 72 * min(roomy * wide, high)  # points: diameter of the largest bubble
+    axes.scatter(
+        client,
+        label,
+        s=full**2 * counts[client, label] / largest,  # s is the diameter squared, so the area goes with the count
+        c=[colour(group) for group in groups[client]],
+        linewidths=0,
+        alpha=0.85 if roomy > 1 else 1.0,
+        zorder=2,
+        gid="bubbles",
+    )
+    axes.set(xlim=(-0.5, clients - 0.5), ylim=(-0.5, classes - 0.5), ylabel="class")
+    axes.set_yticks(_ticks(classes, 30 if high > 0.15 else 12))
+    if named:
+        short = [name if len(name) <= 14 else f"{name[:6]}…{name[-7:]}" for name in (names[i] for i in order)]
+        axes.set_xticks(range(clients), short, rotation=90, fontsize=7, parse_math=False)
+    else:
+        axes.set_xticks(_ticks(clients, 20))
+        axes.set_xlabel("client" + (", by group" if titles else ""), color=theme.ink)
+    axes.grid(color=theme.faint, linewidth=0.4, zorder=0)
+    axes.set_axisbelow(True)
+    _mark_groups(axes, groups, titles, room, theme)
+    for size in _round_sizes(largest):
+        axes.scatter([], [], s=full**2 * size / largest, c=theme.ink, linewidths=0, label=f"{size:,}")
+    legend = axes.legend(
+        title="samples",
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1.0),
+        frameon=False,
+        fontsize=8,
+        title_fontsize=8,
+        labelspacing=max(0.5, full / 8 - 0.6),  # in heights of a letter, 8 points: bubbles must not touch
+        borderpad=0.2,
+    )
+    _ink_legend(legend, theme)
+    what = f"{clients:,} clients, {int(counts.sum()):,} samples: who holds which classes"
+    _title(figure, what, theme)
+    return figure
+
+
+def _roomy(diameters: NDArray[np.float64]) -> float:
+    """How many cells wide the largest bubble may be: as wide as leaves nearly all neighbours [N, L] apart.
+
+    A few clients with far more samples than the others would make dots of these. Diameters are
+    relative to the largest.
+
+    >>> _roomy(np.ones((9, 3))), _roomy(np.full((9, 3), 0.5)), _roomy(np.ones((1, 3)))
+    (1.0, 2.0, 1.0)
+    """
+    between = (diameters[1:] + diameters[:-1]) / 2
+    if not between.any():
+        return 1.0
+    return float(np.clip(1 / np.quantile(between[between > 0], 0.97), 1.0, 2.2))
+
+
+def _heat_map(counts: Counts, groups: NDArray[np.int64], titles: Sequence[str], theme: Theme) -> Figure:
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    # Within a group by the class a client has most of: unordered, thousands of columns would be noise.
+    order = np.lexsort((-shares.max(axis=1), shares.argmax(axis=1), groups))
+    shares, groups = shares[order], groups[order]
+    clients, classes = shares.shape
+    room, tall = 10.0, float(np.clip(0.3 * classes, 2.4, 7.0))
+    figure, axes = _panel(room, tall, (0.7, 1.25, _above(titles), 0.6), theme)
+    # A few clients with a single class would leave all others pale.
+    top = max(float(np.quantile(shares[shares > 0], 0.98)) if shares.any() else 1.0, 1.0 / classes)
+    image = axes.imshow(
+        _narrowed(shares, _MOST_SLICES).T,
+        extent=(-0.5, clients - 0.5, -0.5, classes - 0.5),
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",
+        cmap=theme.shades,
+        vmin=0.0,
+        vmax=top,
+        gid="shares",
+    )
+    axes.set(xlim=(-0.5, clients - 0.5), ylim=(-0.5, classes - 0.5), ylabel="class")
+    axes.set_xlabel("client, by group, then by most frequent class" if titles else "client, by most frequent class")
+    axes.set_yticks(_ticks(classes, 20))
+    axes.set_xticks(_ticks(clients, 10))
+    _mark_groups(axes, groups, titles, room, theme)
+    width, height = figure.get_size_inches()
+    beside = figure.add_axes((1 - 1.05 / width, 0.6 / height, 0.14 / width, tall / height))
+    bar = figure.colorbar(image, cax=beside, extend="max" if float(shares.max()) > top else "neither")
+    bar.ax.set_title("share", fontsize=8, color=theme.ink)
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    _ink(bar.ax, theme)
+    _title(figure, f"{clients:,} clients, {int(counts.sum()):,} samples: share of each class at each client", theme)
+    return figure
+
+
+def _narrowed(shares: NDArray[np.float64], most: int) -> NDArray[np.float64]:
+    """At most this many rows: neighbours are averaged, so that none is lost between two pixels."""
+    if len(shares) <= most:
+        return shares
+    starts = np.arange(most) * len(shares) // most
+    sizes = np.diff([*starts, len(shares)])
+    narrowed: NDArray[np.float64] = np.add.reduceat(shares, starts, axis=0) / sizes[:, None]
+    return narrowed
+
+
+def _above(titles: Sequence[str]) -> float:
+    """Inches above the panel: the title, and the names of the groups where there are any."""
+    return 0.8 if titles else 0.5
+
+
+def _mark_groups(axes: Axes, groups: NDArray[np.int64], titles: Sequence[str], room: float, theme: Theme) -> None:
+    """A coloured band and the name above each group, and a line between groups."""
+    if not titles:
+        return
+    edges = np.searchsorted(groups, np.arange(len(titles) + 1))
+    upper = axes.get_ylim()[1]
+    inch = room / len(groups)  # inches of one client
+    flat = all(0.085 * len(title) < inch * size for title, size in zip(titles, np.diff(edges), strict=True))
+    steep = not flat and min(np.diff(edges)) * inch > 0.14
+    reach = axes.get_position().height * axes.figure.get_figure(root=True).get_size_inches()[1]
+    for position, title in enumerate(titles):
+        start, stop = int(edges[position]), int(edges[position + 1])
+        if position:
+            axes.axvline(start - 0.5, color=theme.ink, linewidth=0.8, gid="separator")
+        axes.add_patch(_band(start - 0.5, stop - start, 1 + 0.04 / reach, 0.09 / reach, colour(position), axes))
+        if flat or steep:
+            axes.annotate(
+                title if len(title) <= 24 else f"{title[:23]}…",
+                ((start + stop - 1) / 2, upper),
+                xytext=(0, 12),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                rotation=0 if flat else 90,
+                fontsize=8 if flat else 6,
+                color=theme.ink,
+                parse_math=False,
+                annotation_clip=False,
+            )
+
+
+def _band(left: float, width: float, bottom: float, height: float, fill: str, axes: Axes) -> Any:
+    from matplotlib.patches import Rectangle
+
+    across = axes.get_xaxis_transform()  # x in clients, y in heights of the panel
+    return Rectangle((left, bottom), width, height, color=fill, linewidth=0, transform=across, clip_on=False)
+
+
+# ---- sample pictures ----
+
+
+def is_pictures(federation: Federation) -> bool:
+    """Whether a sample can be shown as a picture: [1 or 3, H, W]."""
+    shape = federation.input_shape
+    return len(shape) == 3 and shape[0] in (1, 3) and min(shape[1:]) > 1
+
+
+def group_samples(federation: Federation, *, dark: bool = False) -> Figure:
+    """What the groups see: a row a group, a column a class, pictures through the clients' own views.
+
+    Without true groups the rows are some of the clients. Of many groups or classes some are shown,
+    spread evenly; with few classes there are several pictures of each.
+    """
+    if not is_pictures(federation):
+        raise DataError(f"Samples of {federation.name} are {federation.input_shape}: only pictures can be shown.")
+    theme = DARK if dark else LIGHT
+    rows = _picture_rows(federation)
+    classes = _spread(max(1, federation.num_classes), _MOST_COLUMNS)
+    each = max(1, min(5, 10 // len(classes)))
+    tiles: dict[tuple[int, int], NDArray[np.float64]] = {}  # (row, column) -> [H, W, 3]
+    for row, (_, members) in enumerate(rows):
+        for column, tile in _row_of_pictures(federation, members, classes, each).items():
+            tiles[row, column] = tile
+    low, high = _range(federation, tiles.values())
+    tiles = {cell: np.clip((tile - low) / (high - low), 0, 1) for cell, tile in tiles.items()}
+
+    size = float(np.clip(9.0 / (each * len(classes)), 0.45, 0.75))  # inches of a picture
+    left = 0.35 + 0.085 * min(24, max(len(title) for title, _ in rows))
+    columns = each * len(classes)
+    figure, axes = _panel(size * columns, size * len(rows), (left, 0.2, 0.7, 0.15), theme)
+    axes.imshow(_mosaic(tiles, len(rows), columns, federation.input_shape, theme), gid="pictures")
+    high_px, wide_px = (extent + _gap(extent) for extent in federation.input_shape[1:])
+    axes.set_yticks(
+        [high_px * (row + 0.5) - 0.5 for row in range(len(rows))],
+        [title if len(title) <= 24 else f"{title[:23]}…" for title, _ in rows],
+        parse_math=False,
+    )
+    middle = [wide_px * each * (column + 0.5) - 0.5 for column in range(len(classes))]
+    axes.set_xticks(middle, [str(label) for label in classes] if federation.num_classes else ["any"])
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0, colors=theme.ink, pad=3)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    if each > 1:
+        for column in range(1, len(classes)):
+            axes.axvline(wide_px * each * column - 0.5, color=theme.ink, linewidth=1.0)
+    if federation.groups is not None:
+        for row, title in enumerate(axes.get_yticklabels()):
+            title.set_fontweight("bold")
+            bottom = 1 - (row + 0.96) / len(rows)
+            strip = (-0.07 / (size * columns), bottom, 0.045 / (size * columns), 0.92 / len(rows))
+            axes.add_patch(_strip(strip, colour(_group_position(federation, rows[row][1])), axes))
+        axes.tick_params(axis="y", pad=10)
+    shown = "" if len(classes) >= federation.num_classes else f" ({len(classes)} of {federation.num_classes} classes)"
+    who = "group" if federation.groups is not None else "client"
+    _title(figure, f"what each {who} sees, by class{shown}", theme)
+    return figure
+
+
+def _picture_rows(federation: Federation) -> list[tuple[str, NDArray[np.int64]]]:
+    """What each row is called, and the clients its pictures come from."""
+    if federation.groups is None:
+        return [(federation.names[i], np.array([i])) for i in _spread(len(federation), 6)]
+    names, groups = group_names(federation), federation.groups.numpy()
+    some = [sorted(names)[i] for i in _spread(len(names), _MOST_ROWS)]
+    return [(names[group], np.flatnonzero(groups == group)) for group in some]
+
+
+def _group_position(federation: Federation, members: NDArray[np.int64]) -> int:
+    assert federation.groups is not None
+    return int(np.searchsorted(np.unique(federation.groups.numpy()), int(federation.groups[int(members[0])])))
+
+
+def _row_of_pictures(
+    federation: Federation, members: NDArray[np.int64], classes: Sequence[int], each: int
+) -> dict[int, NDArray[np.float64]]:
+    """Pictures of one row by column; classes that nobody there holds are left out."""
+    members = members[_spread(len(members), _MOST_MEMBERS)]
+    split, views = federation.train, federation.view_of(torch.from_numpy(members)).numpy()
+    rows, owner = _rows_of(split, split.shard.numpy()[members])
+    labels = np.zeros(len(rows), dtype=np.int64)
+    if federation.num_classes:
+        for view in np.unique(views).tolist():
+            own = views[owner] == view
+            labels[own] = _seen_labels(federation.views[view], federation.y[rows[torch.from_numpy(own)]]).numpy()
+    within = np.arange(len(owner)) - np.searchsorted(owner, owner)
+    order = np.lexsort((owner, within))  # the first of every client, then the second: pictures of many hands
+    found = {}
+    for column, label in enumerate(classes):
+        picked = order[labels[order] == label][:each]
+        for number, position in enumerate(picked.tolist()):
+            client = int(members[owner[position]])
+            found[column * each + number] = _picture(federation, client, rows[position : position + 1])
+    return found
+
+
+def _picture(federation: Federation, client: int, row: Tensor) -> NDArray[np.float64]:
+    """One sample as this client sees it, back on the scale of the data: [H, W, 3]."""
+    everyone = torch.zeros(len(federation), dtype=torch.int64)
+    alone = replace(federation, train=Split(row, torch.tensor([0, 1]), everyone))
+    x = alone.samples(client)[0][0] * federation.std + federation.mean  # [C, H, W]
+    return np.moveaxis(x.expand(3, *x.shape[1:]).double().numpy(), 0, -1)
+
+
+def _range(federation: Federation, tiles: Any) -> tuple[float, float]:
+    """What is black and what is white."""
+    if federation.x.dtype == torch.uint8:
+        top = float(federation.x.max())
+        return 0.0, 255.0 if top > 127 else max(top, 1.0)  # digits go from 0 to 16
+    values = np.stack(list(tiles)) if tiles else np.zeros(1)
+    low, high = float(values.min()), float(values.max())
+    return low, high if high > low else low + 1.0
+
+
+def _mosaic(
+    tiles: dict[tuple[int, int], NDArray[np.float64]], rows: int, columns: int, shape: Sequence[int], theme: Theme
+) -> NDArray[np.float64]:
+    """All pictures in one, with gaps: [h, w, 3]. One image is drawn many times faster than hundreds."""
+    from matplotlib.colors import to_rgb
+
+    high, wide = shape[1], shape[2]
+    gap_y, gap_x = _gap(high), _gap(wide)
+    canvas = np.empty((rows * (high + gap_y), columns * (wide + gap_x), 3))
+    canvas[:] = to_rgb(theme.paper)
+    for row in range(rows):
+        for column in range(columns):
+            top, left = row * (high + gap_y) + gap_y // 2, column * (wide + gap_x) + gap_x // 2
+            # Nobody in this group holds the class: an even tint.
+            tile = tiles.get((row, column), np.broadcast_to(to_rgb(theme.faint), (high, wide, 3)))
+            canvas[top : top + high, left : left + wide] = tile
+    return canvas
+
+
+def _gap(extent: int) -> int:
+    return max(1, round(extent / 12))
+
+
+def _strip(box: tuple[float, float, float, float], fill: str, axes: Axes) -> Any:
+    from matplotlib.patches import Rectangle
+
+    left, bottom, width, height = box
+    return Rectangle((left, bottom), width, height, color=fill, linewidth=0, transform=axes.transAxes, clip_on=False)
+
+
+# ---- what pictures share ----
+
+
+def _panel(
+    width: float, height: float, margins: tuple[float, float, float, float], theme: Theme
+) -> tuple[Figure, Axes]:
+    """A figure with one panel of exactly this size in inches; margins: left, right, above, below."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("Drawing a picture", "report") from error
+    left, right, above, below = margins
+    full_width, full_height = left + width + right, above + height + below
+    figure = Figure(figsize=(full_width, full_height), dpi=150, facecolor=theme.paper)
+    box = (left / full_width, below / full_height, width / full_width, height / full_height)
+    axes = figure.add_axes(box)
+    axes.set_facecolor(theme.paper)
+    _ink(axes, theme)
+    return figure, axes
+
+
+def _ink(axes: Axes, theme: Theme) -> None:
+    axes.tick_params(colors=theme.ink, labelsize=8)
+    axes.xaxis.label.set_color(theme.ink)
+    axes.yaxis.label.set_color(theme.ink)
+    for spine in axes.spines.values():
+        spine.set_color(theme.faint)
+
+
+def _ink_legend(legend: Any, theme: Theme) -> None:
+    legend.get_title().set_color(theme.ink)
+    for text in legend.get_texts():
+        text.set_color(theme.ink)
+
+
+def _title(figure: Figure, text: str, theme: Theme) -> None:
+    height = figure.get_size_inches()[1]
+    figure.text(0.12 / figure.get_size_inches()[0], 1 - 0.12 / height, text, va="top", color=theme.ink, fontsize=10)
+
+
+def _spread(total: int, most: int) -> list[int]:
+    """All of range(total), or `most` of them, evenly.
+
+    >>> _spread(3, 5), _spread(10, 4)
+    ([0, 1, 2], [0, 3, 6, 9])
+    """
+    return list(range(total)) if total <= most else [round(i * (total - 1) / (most - 1)) for i in range(most)]
+
+
+def _ticks(total: int, most: int) -> list[int]:
+    """Round numbers below `total`, at most about `most` of them.
+
+    >>> _ticks(10, 30), _ticks(62, 12)
+    ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 10, 20, 30, 40, 50, 60])
+    """
+    steps = (m * 10**e for e in range(9) for m in (1, 2, 5))
+    step = next(step for step in steps if total <= most * step)
+    return list(range(0, total, step))
+
+
+def _round_sizes(largest: int) -> list[int]:
+    """Up to three sizes for the legend: the largest round number within the data, and smaller ones.
+
+    >>> _round_sizes(137), _round_sizes(5), _round_sizes(1)
+    ([100, 50, 10], [5, 2, 1], [1])
+    """
+    rounds = [m * 10**e for e in range(12) for m in (1, 2, 5)]
+    top = max(size for size in rounds if size <= largest)
+    return sorted({top, max(size for size in rounds if size <= max(1, top // 2)), max(1, top // 10)}, reverse=True)
