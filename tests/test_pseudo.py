@@ -318,8 +318,16 @@ def test_a_network_that_works_on_its_input_in_place_is_no_problem():
             return self.inner(x * 0.5 + 1.0)
 
     centers = centers_of("mlp")
-    one, other = (made("search", forward_of(module), centers) for module in (InPlace(), Plain()))
-    np.testing.assert_allclose(one, other, atol=1e-9)
+    found = []
+    for module in (InPlace(), Stubborn(InPlace()), Plain()):
+        forward = forward_of(module)
+        x = made("search", forward, centers)
+        before = x.clone()
+        found.append((x, class_distances(forward, centers, probabilities(forward, centers, x), x, at_once=27)))
+        assert torch.equal(x, before)
+    for x, distances in found[:2]:
+        np.testing.assert_allclose(x, found[2][0], atol=1e-9)
+        np.testing.assert_allclose(distances, found[2][1], atol=1e-9)
 
 
 # ---- what it refuses ----

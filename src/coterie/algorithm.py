@@ -25,6 +25,7 @@ from __future__ import annotations
 import abc
 import importlib
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -89,7 +90,8 @@ class Personal:
 
     models: Tensor | None = None  # [M, P]
     refs: Tensor | None = None  # int64 [n]
-    adapt: SGD | None = None  # work on the client's own training data before use
+    adapt: Callable[[SGD], SGD] | None = None  # what a client does with it before use, given the run's local work
+    private: bool = False  # whether only scores may leave the client: no losses, no counts
 
 
 @dataclass(frozen=True)

@@ -112,9 +112,10 @@ def personal_vector(trainer: Trainer, client: int) -> Tensor:
     if personal.adapt is None and personal.models is not None and personal.refs is not None:
         return personal.models[personal.refs[0]]
     step = own_model if personal.adapt is None else adapt
+    work = None if personal.adapt is None else personal.adapt(trainer.engine.task.work)
     rng = Rng.seed(trainer.schedule.seed).at("personal")
     trainer.engine.begin(trainer.progress.round, "evaluate")
-    call = trainer.engine.call(step, who, models=personal.models, refs=personal.refs, work=personal.adapt, rng=rng)
+    call = trainer.engine.call(step, who, models=personal.models, refs=personal.refs, work=work, rng=rng)
     return next(iter(call)).answer.params[0]
 
 
@@ -152,7 +153,8 @@ def run(
     check(schedule)
     chosen = find_algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
     if isinstance(data, str):
-        experiment = resolve(merge({"run": {"dataset": data, "seed": seed}}))
+        reserve = {"reserve": getattr(chosen, "indicators", 0)}
+        experiment = resolve(merge({"run": {"dataset": data, "seed": seed}, "scenario": reserve}))
         federation, name_of_data = experiment.federation(), data
         model = experiment.model if model is None else model
         settings = experiment.model_settings if model == experiment.model else {}
@@ -264,6 +266,7 @@ class Setup:
             initial=flatten(module),
             loss=find_loss(self.loss),
             num_classes=data.num_classes,
+            input_shape=data.input_shape,
             work=self.work,
             draw=lambda point: flatten(make(point)),
         )

@@ -31,6 +31,7 @@ class Task:
     initial: Tensor  # [P], the common start of the run, on the CPU
     loss: Loss
     num_classes: int  # 0 for regression
+    input_shape: tuple[int, ...]  # of one sample
     work: SGD
     draw: Callable[[Rng], Tensor]  # other first weights of the same network, [P]
 
@@ -505,6 +506,13 @@ def train(block: Block, models: Models, work: SGD) -> Answer:
 def evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
     """Scores on the client's test samples: of the model that was sent, or of its own if none was."""
     return Answer(**block.evaluate(_sent_or_own(block, models)))
+
+
+@client_step
+def evaluate_privately(block: Block, models: Models | None, work: SGD) -> Answer:
+    """As `evaluate`, but only accuracy and F1 leave the client: no loss, no number of samples."""
+    scores = block.evaluate(_sent_or_own(block, models))
+    return Answer(**{name: values for name, values in scores.items() if name in ("accuracy", "f1")})
 
 
 @client_step

@@ -159,12 +159,16 @@ def resolve(tables: Tables) -> Experiment:
     if clients is not None and (not isinstance(clients, int) or isinstance(clients, bool) or clients < 1):
         raise ConfigError(f"clients must be an int >= 1. Got {clients!r} instead.")
     schedule_values = {key: run[key] for key in fields_of(Schedule) if key in run}
+    scenario_values |= tables.get("scenario", {})
+    algorithm = build(algorithm_class, algorithm_values, "algorithm")
+    # Methods with indicator samples have them held out before any client gets data.
+    scenario_values.setdefault("reserve", getattr(algorithm, "indicators", 0))
     return Experiment(
-        algorithm=build(algorithm_class, algorithm_values, "algorithm"),
+        algorithm=algorithm,
         algorithm_name=name,
         dataset=preset.name,
         clients=clients,
-        scenario=Scenario.named(scenario_name, scenario_values | tables.get("scenario", {})),
+        scenario=Scenario.named(scenario_name, scenario_values),
         source=build(source_class(preset.source), {**preset.source_settings, **tables.get("dataset", {})}, "dataset"),
         model=model,
         model_settings=settings,
@@ -187,13 +191,16 @@ def resolve_each(tables: Tables, names: list[str], seeds: int) -> dict[tuple[str
     for key in wanted:
         if key not in every and key != "num_clusters":
             raise UnknownName(f"field of algorithm ({', '.join(names)}) named", key, every)
-    made = {}
-    for seed in range(seeds):
-        for name in names:
-            own = {key: value for key, value in wanted.items() if key in known[name]}
-            layer = merge(tables, {"run": {"algorithm": name, "seed": seed}}) | {"algorithm": own}
-            made[name, seed] = resolve(layer)
-    return made
+
+    def one(name: str, seed: int, reserve: int | None = None) -> Experiment:
+        own = {key: value for key, value in wanted.items() if key in known[name]}
+        more = {} if reserve is None else {"reserve": reserve}
+        layer = {"run": {"algorithm": name, "seed": seed}, "scenario": more}
+        return resolve(merge(tables, layer) | {"algorithm": own})
+
+    # Equal ground: if one method has indicator samples held out, they are held out for all.
+    reserve = max(one(name, 0).scenario.common.reserve for name in names)
+    return {(name, seed): one(name, seed, reserve) for seed in range(seeds) for name in names}
 
 
 def _word(values: Mapping[str, Any], key: str, default: str) -> str:

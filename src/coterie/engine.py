@@ -7,6 +7,7 @@ does not know whether clients are rows of a tensor or machines far away.
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from coterie.block import Answer, ClientStep, Task
 from coterie.errors import ConfigError
 from coterie.ledger import Ledger, Phase
 from coterie.local import SGD
+from coterie.network import Network
+from coterie.pseudo import Forward
 from coterie.randomness import Rng, uniform
 
 
@@ -53,6 +56,7 @@ class Engine(abc.ABC):
         self.notes: list[str] = []  # what the engine decided and the user should know
         self.round = 0
         self.phase: Phase = "start"
+        self.reserved: tuple[Tensor, Tensor] | None = None  # the server's own samples: inputs, labels
         self.client_seconds = 0.0  # time spent on clients' work so far; the rest of a round is the server's
 
     @property
@@ -111,6 +115,11 @@ class Engine(abc.ABC):
         if round != self.round:
             self.ledger.begin_round()
         self.round, self.phase = round, phase
+
+    @functools.cached_property
+    def forward(self) -> Forward:
+        """Outputs of models on the server itself, for methods that compare what models say."""
+        return Forward(Network(self.task.module, self.dtype, self.device), self.task.input_shape)
 
     def everyone(self) -> Tensor:
         """All client ids, [N]."""

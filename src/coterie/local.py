@@ -85,7 +85,32 @@ class Proximal(SGD):
         return found
 
 
-WORK: dict[str, type[SGD]] = {SGD.key: SGD, Proximal.key: Proximal}
+@dataclass(frozen=True)
+class FirstOrderMAML(SGD):
+    """Steps that make the model good after adapting (Per-FedAvg FO; FedDSMIC, Eq. 15-16).
+
+    On one batch w' = w - inner_lr * gradient(w); on a second, independent batch the gradient at w' moves w.
+    Momentum is on the outer step only.
+    """
+
+    key: ClassVar[str] = "maml"
+    streams: ClassVar[int] = 2
+
+    inner_lr: float = setting(0.01, "step size of the adaptation (eta)", gt=0)
+
+    @classmethod
+    def of(cls, work: SGD, inner_lr: float) -> FirstOrderMAML:
+        """That work with an inner step."""
+        return cls(**{**values_with_none(work), "inner_lr": inner_lr})
+
+    def direction(self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]) -> Stack:
+        """The gradient after one step of adaptation."""
+        inner = gradient(params, 0)
+        adapted = [p - self.inner_lr * g for p, g in zip(params, inner, strict=True)]
+        return gradient(adapted, 1)
+
+
+WORK: dict[str, type[SGD]] = {SGD.key: SGD, Proximal.key: Proximal, FirstOrderMAML.key: FirstOrderMAML}
 
 
 def values_with_none(work: SGD) -> dict[str, Any]:

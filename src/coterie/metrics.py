@@ -118,8 +118,10 @@ def cluster_sizes(labels: Ints, num_clusters: int) -> list[int]:
 def evaluation(scores: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     """The numbers of one evaluation from the clients' scores [N]."""
     samples = scores["samples"].astype(np.int64)
-    found: dict[str, Any] = {"accuracy": None, "f1": None, "loss": spread(scores["loss"], samples)}
-    if "accuracy" in scores and found["loss"] is not None:
+    found: dict[str, Any] = {"accuracy": None, "f1": None, "loss": None}
+    if "loss" in scores:
+        found["loss"] = spread(scores["loss"], samples)
+    if "accuracy" in scores and (samples > 0).any():
         found["accuracy"] = (spread(scores["accuracy"], samples) or {}) | fairness(scores["accuracy"], samples)
         found["f1"] = spread(scores["f1"], samples)
     return found

@@ -30,7 +30,8 @@ Outputs = Callable[[Tensor, Tensor], Tensor]
 class Forward:
     """Outputs of a stack of models in eval mode, as one program where the network allows it.
 
-    Which way is found out once, by trying both on two models; `reason` says why not stacked.
+    Which way is found out once, by trying both on two models; `reason` says why not stacked. The network gets a
+    copy of the inputs, because it may work on them in place.
     """
 
     def __init__(self, network: Network, input_shape: Sequence[int], *, stacked: bool | None = None) -> None:
@@ -44,14 +45,14 @@ class Forward:
     def __call__(self, models: Tensor, x: Tensor) -> Tensor:
         """Models [c, P], the same inputs [n, ...] for all -> [c, n, L]."""
         if self.stacked and len(models) > 1:
-            found: Tensor = self._same(self.network.layout.unpack(models), x)
+            found: Tensor = self._same(self.network.layout.unpack(models), x.clone())
             return found
         return self._one_by_one(models, x.expand(len(models), *x.shape))
 
     def each(self, models: Tensor, x: Tensor) -> Tensor:
         """Models [c, P], inputs of its own for each [c, n, ...] -> [c, n, L]."""
         if self.stacked and len(models) > 1:
-            found: Tensor = self._own(self.network.layout.unpack(models), x)
+            found: Tensor = self._own(self.network.layout.unpack(models), x.clone())
             return found
         return self._one_by_one(models, x)
 
@@ -68,7 +69,7 @@ class Forward:
 
     def _one_by_one(self, models: Tensor, x: Tensor) -> Tensor:
         unpack = self.network.layout.unpack
-        return torch.stack([self.network(unpack(models[i]), x[i]) for i in range(len(models))])
+        return torch.stack([self.network(unpack(models[i]), x[i].clone()) for i in range(len(models))])
 
     def _why_not_stacked(self, shape: tuple[int, ...]) -> str | None:
         """Try two models on three samples both ways, with gradients; None if they agree."""
@@ -80,7 +81,7 @@ class Forward:
         def run(way: Outputs) -> list[Tensor]:
             leaf = x.clone().requires_grad_()
             with torch.enable_grad():
-                outputs = way(models, leaf.clone())
+                outputs = way(models, leaf)
             if not outputs.requires_grad:
                 return [outputs]
             return [outputs.detach(), *torch.autograd.grad(outputs.square().sum(), [leaf])]
@@ -90,9 +91,9 @@ class Forward:
             expected = run(self._one_by_one)
             self.differentiable = len(expected) > 1
             with torch.no_grad():
-                expected.append(self._one_by_one(models, x[:1].expand_as(x).clone()))
+                expected.append(self._one_by_one(models, x[:1].expand_as(x)))
             try:
-                found = run(lambda models, x: self._own(network.layout.unpack(models), x))
+                found = run(lambda models, x: self._own(network.layout.unpack(models), x.clone()))
                 found.append(self._same(network.layout.unpack(models), x[0].clone()))
             except Exception as error:  # vmap raises many kinds for what it cannot do
                 return (str(error).splitlines() or [type(error).__name__])[0][:160]
@@ -235,8 +236,7 @@ def _losses(
     forward: Forward, centers: Tensor, x: Tensor, y: Tensor, prior_weight: float, prior_mean: float | Tensor
 ) -> Tensor:
     """Loss of each sample: x [K, n, ...], y [n] -> [K, n]."""
-    # A copy, because a network may work on its input in place.
-    outputs = forward.each(centers, x.clone())
+    outputs = forward.each(centers, x)
     surprise: Tensor = cross_entropy(outputs.flatten(0, 1), y.repeat(len(x))).reshape(x.shape[:2])
     # The norm itself, not its square, as in the paper; torch gives it the gradient 0 where it is 0.
     distance: Tensor = torch.linalg.vector_norm((x - prior_mean).flatten(2), dim=-1)

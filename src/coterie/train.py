@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.algorithm import Algorithm, Personal
-from coterie.block import adapt_and_evaluate, evaluate
+from coterie.block import adapt_and_evaluate, evaluate, evaluate_privately
 from coterie.engine import Engine, Failure
 from coterie.errors import Interrupted
 from coterie.federation import Federation
@@ -253,14 +253,21 @@ class Trainer:
 
 def evaluate_clients(engine: Engine, personal: Personal, clients: Tensor, rng: Rng) -> dict[str, NDArray[Any]]:
     """Scores of each client [n] with its personal model; clients that fail score 0 with samples = 0."""
-    step = evaluate if personal.adapt is None else adapt_and_evaluate
+    work = None if personal.adapt is None else personal.adapt(engine.task.work)
+    step = evaluate if work is None else adapt_and_evaluate
+    if personal.private:
+        if work is not None:
+            raise NotImplementedError("no method adapts and keeps its losses to itself")
+        step = evaluate_privately
     found: dict[str, NDArray[Any]] = {}
-    call = engine.call(step, clients, models=personal.models, refs=personal.refs, work=personal.adapt, rng=rng)
+    call = engine.call(step, clients, models=personal.models, refs=personal.refs, work=work, rng=rng)
     for chunk in call:
         for name, values in chunk.answer.items():
             numbers = values.cpu().numpy()
             kind = np.int64 if name == "samples" else np.float64
             found.setdefault(name, np.zeros(len(clients), dtype=kind))[chunk.positions.numpy()] = numbers
+    if found and "samples" not in found:
+        found["samples"] = np.ones(len(clients), dtype=np.int64)  # not told: all clients weigh the same
     if not found:
         found = {"samples": np.zeros(len(clients), dtype=np.int64), "loss": np.zeros(len(clients))}
     return found

@@ -119,6 +119,9 @@ class InProcessEngine(Engine):
         per_sample = 3 * self._activations * self._itemsize
         self._samples_at_once = int(min(max(1, self.memory_budget() // 2 // per_sample), 8192))
         self.kernel = self.make_kernel()
+        if federation.reserved is not None:
+            x, y = federation.reserved_samples()
+            self.reserved = (x.to(self._device, self._dtype), y.to(self._device))
 
     def begin(self, round: int, phase: Phase) -> None:
         """Clients that drift are from now on as they are in this round."""

@@ -38,6 +38,7 @@ class MockEngine(Engine):
             initial=flatten(module),
             loss=cross_entropy,
             num_classes=2,
+            input_shape=(size,),
             work=SGD(),
             draw=lambda rng: rng.normal(size).float(),
         )
