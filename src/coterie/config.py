@@ -195,7 +195,7 @@ def resolve_each(tables: Tables, names: list[str], seeds: int) -> dict[tuple[str
     def one(name: str, seed: int, reserve: int | None = None) -> Experiment:
         own = {key: value for key, value in wanted.items() if key in known[name]}
         more = {} if reserve is None else {"reserve": reserve}
-        layer = {"run": {"algorithm": name, "seed": seed}, "scenario": more}
+        layer: Tables = {"run": {"algorithm": name, "seed": seed}, "scenario": more}
         return resolve(merge(tables, layer) | {"algorithm": own})
 
     # Equal ground: if one method has indicator samples held out, they are held out for all.

@@ -84,6 +84,7 @@ class Federation:
     std: float = 1.0
     moves: tuple[Move, ...] = ()  # clients that change their kind, by round
     reserved: Tensor | None = None  # int64 [R] rows that the server has, and no client
+    reserved_view: Tensor | None = None  # int64 [R] the view each of them is seen through
     repeats: bool = False  # whether a sample may be held by several clients of one kind
 
     def __len__(self) -> int:
@@ -117,9 +118,17 @@ class Federation:
         return replace(self, view=since[-1].view, groups=since[-1].groups)
 
     def reserved_samples(self) -> tuple[Tensor, Tensor]:
-        """Inputs (scaled) and labels of the samples that the server has; none of them is in any shard."""
+        """Inputs and labels of the samples that the server has; none of them is in any shard.
+
+        They are drawn as the samples of all clients together are: each is seen as some kind of client sees it.
+        """
         rows = torch.empty(0, dtype=torch.int64) if self.reserved is None else self.reserved
-        return (self.x[rows].float() - self.mean) / self.std, self.y[rows]
+        x, y = (self.x[rows].float() - self.mean) / self.std, self.y[rows].clone()
+        seen = torch.zeros_like(rows) if self.reserved_view is None else self.reserved_view
+        for number in seen.unique().tolist():
+            mine = seen == number
+            x[mine], y[mine] = apply_view(self.views[number], x[mine], y[mine], rows[mine])
+        return x, y
 
     def validate(self) -> Federation:
         """Refuse what cannot be trained on; returns itself."""
@@ -165,8 +174,7 @@ class Federation:
             tensors += [split.index, split.offsets, split.shard]
         for move in self.moves:
             tensors += [move.view, move.groups]
-        if self.reserved is not None:
-            tensors.append(self.reserved)
+        tensors += [t for t in (self.reserved, self.reserved_view) if t is not None]
         for tensor in tensors:
             array = np.ascontiguousarray(tensor.numpy())
             total.update(f"{array.dtype}{array.shape}".encode())

@@ -200,8 +200,15 @@ class Deal:
             std=self.dataset.std,
             moves=self._moves(groups, keys),
             reserved=self.reserved,
+            reserved_view=self._reserved_views(),
             repeats=self.repeats,
         ).validate()
+
+    def _reserved_views(self) -> Tensor | None:
+        """The server's samples are of all kinds alike: each is seen through the view of a random group."""
+        if self.reserved is None:
+            return None
+        return (self.rng.at("reserved views").uniform(len(self.reserved)) * len(self.views)).long()
 
     def _moves(self, groups: Tensor, keys: Tensor) -> tuple[Move, ...]:
         """Who changes to the next kind when."""

@@ -8,7 +8,7 @@ members (Eq. 17). FedDS trains by plain SGD. FedDSMIC trains by first-order MAML
 own training data.
 
 `kl="client"` is the paper's direction, KL(client || center); the authors' code takes the other one, `kl="center"`.
-`init="paper"`: random centers and labels; `"warm"` clusters what first models say about the indicator samples.
+`init="paper"`: random centers and labels; `"warm"` clusters first models.
 """
 
 from __future__ import annotations
@@ -65,10 +65,6 @@ class FedDS(CenterMethod):
             columns.append((one.exp() * (one - other)).sum((1, 2)))
         return torch.stack(columns, dim=1)
 
-    def signature(self, params: Tensor, state: Any, engine: Engine) -> Tensor:
-        """Square roots of the output probabilities: their L2 distance is Hellinger's, which bounds KL from below."""
-        return (0.5 * _speak(params, engine)).exp().flatten(1)
-
 
 def _speak(models: Tensor, engine: Engine) -> Tensor:
     """Log-probabilities of models [c, P] for the indicator samples: [c, R, L]."""
@@ -86,17 +82,17 @@ class FedDSMIC(FedDS):
     key: ClassVar[str] = "feddsmic"
     paper: ClassVar[str] = "Li et al. 2023"
 
-    inner_lr: float | None = setting(None, "step size of the adaptation (eta); by default the clients' own", gt=0)
+    inner_lr: float = setting(0.01, "step size of the adaptation (eta); large ones make all centers alike", gt=0)
     adapt_steps: int = setting(1, "steps on the client's training data that make its personal model", ge=1)
 
     def work(self, engine: Engine) -> SGD:
         """First-order MAML."""
         plain = super().work(engine)
-        return FirstOrderMAML.of(plain, self.inner_lr or plain.lr)
+        return FirstOrderMAML.of(plain, self.inner_lr)
 
     def adaptation(self, work: SGD) -> SGD:
         """What a client does with its center before it uses it."""
-        return SGD(lr=self.inner_lr or work.lr, steps=self.adapt_steps, batch_size=work.batch_size)
+        return SGD(lr=self.inner_lr, steps=self.adapt_steps, batch_size=work.batch_size)
 
     def personal(self, state: Any, clients: Tensor) -> Personal:
         """The center after adapting on the client's training data."""
