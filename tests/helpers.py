@@ -20,19 +20,26 @@ from coterie.train import Schedule, Trainer
 WORK = SGD(lr=0.2, momentum=0.5, weight_decay=1e-3, epochs=2, batch_size=5)
 
 
-def ragged_federation(clients: int = 9, seed: int = 0, **settings: Any) -> Federation:
-    """Clients of different sizes in two groups, small pictures, three classes."""
+def ragged_federation(clients: int = 9, seed: int = 0, reserve: int = 0, **settings: Any) -> Federation:
+    """Clients of different sizes in two groups, small pictures, three classes; the server may reserve some samples."""
     source = Synthetic(**{"groups": 2, "samples": 16, "spread": 0.6, "shape": (1, 4, 4), "classes": 3} | settings)
     rng = Rng.seed(seed)
-    return Scenario.named("by_user", {}).deal(source.load(clients, rng, None), None, rng)
+    return Scenario.named("by_user", {"reserve": reserve}).deal(source.load(clients, rng, None), None, rng)
+
+
+def reserved_for(algorithm: Algorithm) -> int:
+    """Indicator samples of each class for methods that have them: fewer than their default, the data are small."""
+    return min(2, getattr(algorithm, "indicators", 0))
 
 
 def setup_of(algorithm: Algorithm, federation: Federation | None = None, **changes: Any) -> Setup:
-    """A run of a few rounds with a small network."""
+    """A run of a few rounds with a small network; a method that needs the server's own samples gets some."""
+    if federation is None:
+        federation = ragged_federation(reserve=reserved_for(algorithm))
     values: dict[str, Any] = {
         "algorithm": algorithm,
         "algorithm_name": algorithm.key,
-        "federation": ragged_federation() if federation is None else federation,
+        "federation": federation,
         "dataset_name": "ragged",
         "model": "mlp",
         "model_settings": {"hidden": 6},

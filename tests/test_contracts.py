@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -21,17 +21,35 @@ from coterie.runs import RunFolder
 from coterie.scenario import Common, parts
 from coterie.settings import build, fields_of
 from coterie.train import Schedule
-from tests.helpers import assert_same, finished, outcome, ragged_federation, setup_of, trainer_of
+from tests.helpers import assert_same, finished, outcome, ragged_federation, reserved_for, setup_of, trainer_of
 
 METHODS = sorted(algorithms())
 
 
+SMALLER = {"num_clusters": 2, "iterations": 5, "pseudo_samples": 3}
+
+
 def make(name: str, **values: Any) -> Algorithm:
-    """The method with two clusters, if it has clusters."""
+    """The method with two clusters, if it has clusters, and with little work for the server."""
     cls = algorithms()[name]
-    if "num_clusters" in fields_of(cls):
-        values = {"num_clusters": 2} | values
-    return cls(**values)
+    return cls(**{field: value for field, value in SMALLER.items() if field in fields_of(cls)} | values)
+
+
+def data_for(name: str) -> Federation:
+    """What a run of the method has by default: with samples of the server's own, if it needs them."""
+    return ragged_federation(reserve=reserved_for(make(name)))
+
+
+def choices() -> list[Any]:
+    """Every value of every setting of a method that is chosen from a list, but the defaults."""
+    found = []
+    for name in METHODS:
+        for field in fields_of(algorithms()[name]).values():
+            values = get_args(field.kind) if get_origin(field.kind) is Literal else ()
+            values = (True, False) if field.kind is bool else values
+            more = [value for value in values if value != field.default]
+            found += [pytest.param(name, field.name, value, id=f"{name}-{field.name}-{value}") for value in more]
+    return found
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -96,14 +114,14 @@ class TestAlgorithm:
             assert torch.equal(tensor[absent], before[absent])
 
     def test_renaming_clients_renames_members_and_nothing_else(self, name):
-        federation = ragged_federation()
+        federation = data_for(name)
         renamed = federation.rename({old: f"hospital of {old}" for old in federation.names})
         one, other = finished(setup_of(make(name), federation)), finished(setup_of(make(name), renamed))
         assert other.federation.names[0].startswith("hospital of")
         assert_same(outcome(one), outcome(other))
 
     def test_the_order_of_clients_does_not_matter(self, name):
-        federation = ragged_federation()
+        federation = data_for(name)
         order = torch.tensor([4, 0, 8, 2, 6, 1, 7, 3, 5])
         one = finished(setup_of(make(name), federation))
         other = finished(setup_of(make(name), federation.select(order)))
@@ -138,7 +156,7 @@ class TestAlgorithm:
             assert ((labels >= 0) & (labels < clusters)).all()
 
     def test_test_labels_change_nothing(self, name):
-        federation = ragged_federation()
+        federation = data_for(name)
         used = torch.cat([federation.test.rows(i) for i in range(len(federation))])
         y = federation.y.clone()
         y[used] = (y[used] + 1) % 3
@@ -149,7 +167,7 @@ class TestAlgorithm:
         assert one.progress.rows[-1]["loss"] != other.progress.rows[-1]["loss"]
 
     def test_true_groups_change_nothing(self, name):
-        federation = ragged_federation()
+        federation = data_for(name)
         one = finished(setup_of(make(name), federation))
         other = finished(setup_of(make(name), replace(federation, groups=None)))
         for key in ("state", "plain", "memory", "labels"):
@@ -165,6 +183,22 @@ class TestAlgorithm:
         assert cls.paper
         assert cls.__doc__
         assert cls.key == name
+
+
+@pytest.mark.parametrize(("name", "field", "value"), choices())
+def test_every_choice_runs_alike_on_both_engines(name, field, value):
+    method = make(name, **{field: value})
+    # A pull towards the center, where there is one, so that its scale matters.
+    method = replace(method, prox=0.5) if "prox" in fields_of(type(method)) else method
+    loop, fast = (finished(setup_of(method, engine=engine)) for engine in ("loop", "vectorized"))
+    one, other = outcome(loop), outcome(fast)
+    assert one["labels"] == other["labels"]
+    assert one["ledger"] == other["ledger"]
+    assert_same(one["state"], other["state"], exact=False, tolerance=1e-9)
+    private = method.personal(loop.state, loop.engine.everyone()).private
+    for row in (*one["rows"], *other["rows"]):
+        assert (row["loss"] is None) == private
+        assert 0 <= row["accuracy"]["macro"] <= 1
 
 
 SETTINGS = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coterie.errors import ConfigError, UnknownName
-from coterie.local import SGD, WORK, Proximal, from_dict, to_dict, values_with_none
+from coterie.local import SGD, WORK, FirstOrderMAML, Proximal, from_dict, to_dict, values_with_none
 from coterie.settings import check
 
 CLIENTS, STEPS = 3, 7
@@ -171,3 +171,57 @@ def test_all_work_is_known_by_its_key():
     assert {"sgd", "proximal"} <= set(WORK)
     assert Proximal.anchored
     assert not SGD.anchored
+
+
+# ---- first-order MAML ----
+
+CURVES = {0: 2.0, 1: 0.5}  # the loss of stream s is curve / 2 * (w - bottom)^2
+BOTTOMS = {0: 1.0, 1: -3.0}
+
+
+def on_a_quadratic(asked=None):
+    """Gradients of a quadratic that is another one for each of the two batches."""
+
+    def gradient(at, stream):
+        if asked is not None:
+            asked.append((stream, [p.tolist() for p in at]))
+        return [CURVES[stream] * (p - BOTTOMS[stream]) for p in at]
+
+    return gradient
+
+
+def test_maml_descends_along_the_gradient_after_adapting():
+    asked, w = [], torch.tensor([[4.0], [0.0]])
+    [direction] = FirstOrderMAML(inner_lr=0.1).direction(on_a_quadratic(asked), [w], [], {})
+    # w' = 4 - 0.1 * 2 * (4 - 1) = 3.4 and 0 - 0.1 * 2 * (0 - 1) = 0.2; then 0.5 * (w' + 3).
+    assert direction.flatten().tolist() == pytest.approx([3.2, 1.6])
+    assert [stream for stream, _ in asked] == [0, 1]
+    assert asked[1][1][0] == [pytest.approx([3.4]), pytest.approx([0.2])]
+    assert w.tolist() == [[4.0], [0.0]]  # where the outer step starts from is not moved
+
+
+def test_momentum_and_weight_decay_are_on_the_outer_step_only():
+    work = FirstOrderMAML(lr=0.1, inner_lr=0.2, momentum=0.9, weight_decay=0.01)
+    asked, w, velocity = [], [torch.tensor([[4.0]], dtype=torch.float64)], [torch.zeros(1, 1, dtype=torch.float64)]
+    at, speed = 4.0, 0.0
+    for step in range(4):
+        work.step(w, work.direction(on_a_quadratic(asked), w, [], {}), velocity)
+        adapted = at - 0.2 * 2.0 * (at - 1.0)  # a plain step, whatever the velocity
+        assert asked[2 * step + 1] == (1, [[[pytest.approx(adapted)]]])
+        speed = 0.9 * speed + 0.5 * (adapted + 3.0) + 0.01 * at
+        at -= 0.1 * speed
+        assert w[0].item() == pytest.approx(at, rel=1e-12)
+
+
+def test_maml_of_keeps_the_rest_and_survives_a_file():
+    work = SGD(lr=0.3, momentum=0.5, weight_decay=0.1, epochs=3, steps=9, batch_size="full", lr_decay=0.9)
+    made = FirstOrderMAML.of(work, 0.25)
+    assert {**values_with_none(work), "inner_lr": 0.25} == values_with_none(made)
+    assert from_dict(json.loads(json.dumps(to_dict(made)))) == made
+    assert isinstance(made.at(2), FirstOrderMAML)
+    with pytest.raises(ConfigError, match=r"^inner_lr of FirstOrderMAML must be a number > 0\. Got 0\.0 instead\.$"):
+        check(FirstOrderMAML(inner_lr=0.0))
+
+
+def test_maml_draws_from_two_streams():
+    assert (SGD.streams, Proximal.streams, FirstOrderMAML.streams) == (1, 1, 2)

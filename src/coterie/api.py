@@ -1,13 +1,15 @@
-"""Coterie from Python: `run`, `Result`, and opening a run again."""
+"""Coterie from Python: `run`, `Result`, and `open_run`, which opens a finished run again."""
 
 from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import platform
 import sys
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,21 @@ from coterie.block import Task
 from coterie.config import Experiment, merge, resolve
 from coterie.engine import Engine
 from coterie.engines import make_engine
-from coterie.errors import ConfigError, Interrupted, MissingExtra, RunError, StorageError, UnknownName
+from coterie.errors import (
+    CheckpointError,
+    ConfigError,
+    Interrupted,
+    MissingExtra,
+    RunError,
+    StorageError,
+    UnknownName,
+    nearest_name,
+)
 from coterie.federation import Federation
 from coterie.local import SGD
 from coterie.models import Builder, build_model, import_object
 from coterie.network import LOSSES, Layout, Loss, flatten, state_dict
+from coterie.newcomers import Newcomers, like_the_run, meet, split_unseen
 from coterie.randomness import Rng
 from coterie.runs import RunFolder
 from coterie.settings import check, values_of
@@ -34,14 +46,25 @@ from coterie.train import Observer, Row, Schedule, Trainer
 class Result:
     """A finished run: its numbers, its clusters, and everyone's model."""
 
-    def __init__(self, trainer: Trainer, summary: dict[str, Any]) -> None:
+    def __init__(self, trainer: Trainer, summary: dict[str, Any], held_out: Federation | None = None) -> None:
         self._trainer = trainer
+        self._held_out = held_out
         self.summary = summary
 
     @property
     def path(self) -> Path | None:
         """The run folder, if there is one."""
         return None if self._trainer.folder is None else self._trainer.folder.path
+
+    @property
+    def federation(self) -> Federation:
+        """The clients that took part."""
+        return self._trainer.federation
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The tables of config.toml; empty without a run folder."""
+        return {} if self._trainer.folder is None else self._trainer.folder.config()
 
     @property
     def rows(self) -> list[Row]:
@@ -66,22 +89,47 @@ class Result:
 
     def personal_model(self, client: str | int) -> nn.Module:
         """A copy of the network with the weights this client is served with, adapted where the method adapts."""
+        module = copy.deepcopy(self._trainer.engine.task.module)
+        module.load_state_dict(self.client_state_dict(client))
+        return module.eval()
+
+    def client_state_dict(self, client: str | int) -> dict[str, Tensor]:
+        """The weights that this client is served with, as its module's `load_state_dict` takes them."""
         names = self._trainer.federation.names
+        module = self._trainer.engine.task.module
+        held_out = () if self._held_out is None else self._held_out.names
+        if isinstance(client, str) and client in held_out and self.unseen is not None:
+            found = self.unseen.models(torch.tensor([held_out.index(client)]))
+            return state_dict(module, next(found)[1])
         number = names.index(client) if isinstance(client, str) and client in names else client
         if not isinstance(number, int) or not 0 <= number < len(names):
-            raise ConfigError(f"There is no client {client!r}; clients are {names[0]} ... {names[-1]}.")
-        module = copy.deepcopy(self._trainer.engine.task.module)
-        module.load_state_dict(state_dict(module, personal_vector(self._trainer, number)))
-        return module.eval()
+            nearest = nearest_name(str(client), (*names, *held_out))
+            hint = f" Did you mean '{nearest}'?" if nearest else ""
+            raise ConfigError(f"There is no client {client!r}; clients are {names[0]} ... {names[-1]}.{hint}")
+        return state_dict(module, personal_vector(self._trainer, number))
+
+    def cluster_state_dict(self, cluster: int) -> dict[str, Tensor]:
+        """The weights of a cluster's model, as its module's `load_state_dict` takes them."""
+        if not 0 <= cluster < len(self.centers):
+            there = f"clusters are 0 ... {len(self.centers) - 1}" if len(self.centers) else "the method has none"
+            raise ConfigError(f"There is no cluster {cluster}: {there}.")
+        return state_dict(self._trainer.engine.task.module, self.centers[cluster])
+
+    @functools.cached_property
+    def unseen(self) -> Newcomers | None:
+        """The clients that were held out of the run (`unseen`), assigned and evaluated; None if there are none."""
+        return None if self._held_out is None else self.onboard(self._held_out)
+
+    def onboard(self, new_clients: Federation) -> Newcomers:
+        """Assign new clients by this run's own rule, adapt where the method adapts, and evaluate them."""
+        trainer = self._trainer
+        rng = Rng.seed(trainer.schedule.seed).at("assign")
+        known = like_the_run(new_clients, trainer.federation)
+        return meet(trainer.algorithm, trainer.state, trainer.engine, known, trainer.progress.round, rng)
 
     def assign(self, new_clients: Federation) -> Tensor:
         """The cluster of each client of another federation, found by this run's own rule; int64 [n]."""
-        engine = self._trainer.engine
-        fresh = make_engine(
-            "vectorized", engine.task, new_clients, str(engine.device), {"precision": str(engine.dtype)[6:]}
-        )
-        rng = Rng.seed(self._trainer.schedule.seed).at("assign")
-        return self._trainer.algorithm.assign(self._trainer.state, fresh, fresh.everyone(), rng)
+        return self.onboard(new_clients).labels
 
     def frame(self, of: str = "rounds") -> Any:
         """A pandas table of the rounds, or (`of="clients"`) of the clients."""
@@ -113,7 +161,7 @@ def personal_vector(trainer: Trainer, client: int) -> Tensor:
         return personal.models[personal.refs[0]]
     step = own_model if personal.adapt is None else adapt
     work = None if personal.adapt is None else personal.adapt(trainer.engine.task.work)
-    rng = Rng.seed(trainer.schedule.seed).at("personal")
+    rng = trainer.rng_of_evaluation(trainer.progress.round)  # the model that the last round evaluated
     trainer.engine.begin(trainer.progress.round, "evaluate")
     call = trainer.engine.call(step, who, models=personal.models, refs=personal.refs, work=work, rng=rng)
     return next(iter(call)).answer.params[0]
@@ -128,6 +176,8 @@ def run(
     work: SGD | None = None,
     seed: int = 0,
     participation: float = 1.0,
+    unseen: float = 0.0,
+    dropout: float = 0.0,
     loss: str | Loss = "cross_entropy",
     engine: str = "vectorized",
     device: str = "auto",
@@ -142,6 +192,8 @@ def run(
 
     `data` is a federation or the name of a dataset, `model` a name or a callable that makes an nn.Module;
     a named dataset brings the model and the work that suit it. With `out` the run is kept in a folder there.
+    A share `unseen` of the clients takes part in no round and is met at the end; `dropout` is the share of a
+    cohort that fails to answer.
 
     >>> result = run("fesem", "rotated-digits", rounds=3, seed=1)
     >>> result.summary["ari"], result.centers.shape[0]
@@ -149,7 +201,7 @@ def run(
     >>> result.personal_model("r090-000")(torch.zeros(1, 1, 8, 8)).shape
     torch.Size([1, 10])
     """
-    schedule = Schedule(rounds, participation, seed, evaluate_every, checkpoint_every)
+    schedule = Schedule(rounds, participation, seed, evaluate_every, checkpoint_every, unseen, dropout)
     check(schedule)
     chosen = find_algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
     if isinstance(data, str):
@@ -315,11 +367,16 @@ def _train(
             if before["digest"] != digest:
                 raise RunError(f"The data of {folder.path} has changed since the run began; it cannot be resumed.")
             chosen = {k: v for k, v in before["plan"].items() if k in ("chunk", "memory", "precision")}
-    engine = make_engine(setup.engine, setup.task(), setup.federation, setup.device, chosen | setup.engine_settings)
-    trainer = Trainer(setup.algorithm, engine, setup.federation, setup.schedule, folder, observer, should_stop)
+    federation, held_out = split_unseen(setup.federation, setup.schedule.unseen, setup.schedule.seed)
+    engine = make_engine(setup.engine, setup.task(), federation, setup.device, chosen | setup.engine_settings)
+    trainer = Trainer(setup.algorithm, engine, federation, setup.schedule, folder, observer, should_stop)
     if folder is not None:
+        choice = folder.read_json("artifacts/choose-k.json")
+        if choice is not None:
+            engine.notes.append(f"--clusters auto chose K = {choice['recommended']}: {choice['reason']}")
         folder.write_json("environment.json", environment(engine, digest))
-        manifest = {"seed": setup.schedule.seed, **setup.federation.manifest()}
+        unseen = [] if held_out is None else list(held_out.names)
+        manifest = {"seed": setup.schedule.seed, "unseen": unseen, **setup.federation.manifest()}
         folder.write_json("artifacts/manifest.json", manifest)
         checkpoint, problems = folder.load_checkpoint()
         engine.notes += problems
@@ -328,11 +385,16 @@ def _train(
         else:
             folder.cut_rows(0)
     trainer.run()
-    summary = {
+    result = Result(trainer, {}, held_out)
+    began = time.perf_counter()
+    newcomers = result.unseen
+    trainer.progress.seconds["evaluate"] += time.perf_counter() - began
+    result.summary = summary = {
         "algorithm": setup.algorithm_name,
         "dataset": setup.dataset_name,
         "model": setup.model_name,
         **trainer.summary(),
+        "unseen": None if newcomers is None else newcomers.summary(),
         "engine": setup.engine,
         "device": str(engine.device),
         "plan": engine.describe(),
@@ -341,8 +403,37 @@ def _train(
     if folder is not None:
         summary["path"] = str(folder.path)
         folder.write_json("artifacts/failures.json", [vars(failure) for failure in engine.failures])
+        if newcomers is not None:
+            folder.write_json("artifacts/unseen.json", newcomers.rows())
         folder.write_json("summary.json", summary)
-    return Result(trainer, summary)
+    return result
+
+
+def open_run(path: str | Path) -> Result:
+    """A finished run of the command line, from its folder; nothing in it is changed."""
+    folder = RunFolder.open(Path(path))
+    summary = folder.summary()
+    if summary is None:
+        raise RunError(f"{path} is not finished; go on with 'coterie resume {path}'.")
+    tables = folder.config()
+    tables.pop("schema")
+    if tables.get("run", {}).get("from_python"):
+        raise RunError(f"{path} was started from Python with objects of its own; it cannot be opened from its folder.")
+    setup = Setup.of(resolve(tables))
+    if setup.device.startswith("cuda") and not torch.cuda.is_available():
+        setup = replace(setup, device="cpu")
+    before = folder.read_json("environment.json")
+    if before is None or before["digest"] != setup.federation.digest():
+        raise RunError(f"The data of {path} has changed since the run was made; it cannot be opened.")
+    checkpoint, problems = folder.load_checkpoint()
+    if checkpoint is None or checkpoint.round != summary["rounds"]:
+        raise CheckpointError(" ".join([f"The last checkpoint of {path} is not there whole.", *problems[:1]]))
+    federation, held_out = split_unseen(setup.federation, setup.schedule.unseen, setup.schedule.seed)
+    settings = {"precision": before["plan"]["precision"]} | setup.engine_settings
+    engine = make_engine(setup.engine, setup.task(), federation, setup.device, settings)
+    trainer = Trainer(setup.algorithm, engine, federation, setup.schedule, folder)
+    trainer.load(checkpoint)
+    return Result(trainer, summary, held_out)
 
 
 def environment(engine: Engine, digest: str) -> dict[str, Any]:

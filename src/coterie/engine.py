@@ -57,6 +57,8 @@ class Engine(abc.ABC):
         self.round = 0
         self.phase: Phase = "start"
         self.reserved: tuple[Tensor, Tensor] | None = None  # the server's own samples: inputs, labels
+        self.dropout = 0.0  # simulated: the probability that a client does not answer a call
+        self.dropout_rng = Rng.seed(0)
         self.client_seconds = 0.0  # time spent on clients' work so far; the rest of a round is the server's
 
     @property
@@ -131,6 +133,16 @@ class Engine(abc.ABC):
             return self.everyone()
         luck = uniform(rng.keys(self.keys), 1)[:, 0]
         return torch.argsort(luck, stable=True)[:size].sort().values
+
+    def is_late(self, step: str, cohort: Tensor) -> Tensor:
+        """Which clients of a call do not answer it, bool [C]; the same when the same call is made again.
+
+        Only training and its start: repairs ask those who have answered, and evaluation is the observer's.
+        """
+        if not self.dropout or self.phase not in ("start", "round"):
+            return torch.zeros(len(cohort), dtype=torch.bool)
+        rng = self.dropout_rng.at(self.round, step)
+        return uniform(rng.keys(self.keys[cohort]), 1)[:, 0] < self.dropout
 
     def initial(self) -> Tensor:
         """The common start of the run on the engine's device, [P]."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from coterie.choose_k import Choice
+
 Counts = NDArray[np.int64]
 
 # Yellow and grey come last: they stand out least.
@@ -438,6 +440,56 @@ def _strip(box: tuple[float, float, float, float], fill: str, axes: Axes) -> Any
 
     left, bottom, width, height = box
     return Rectangle((left, bottom), width, height, color=fill, linewidth=0, transform=axes.transAxes, clip_on=False)
+
+
+# ---- choice of K ----
+
+
+def k_curves(choice: Choice, *, dark: bool = False) -> Figure:
+    """What each number of clusters gave: four curves over K, with the recommended K marked."""
+    theme = DARK if dark else LIGHT
+    rows = choice.rows
+    curves: list[tuple[str, list[float | None], list[float | None] | None]] = [
+        ("intra-cluster distance", [row.intra_distance for row in rows], None),
+        ("silhouette", [row.silhouette for row in rows], None),
+        ("gap statistic", [row.gap for row in rows], [row.gap_error for row in rows]),
+    ]
+    if any(row.valid_accuracy is not None for row in rows):
+        curves.append(("validation accuracy", [row.valid_accuracy for row in rows], None))
+    else:
+        curves.append(("validation loss", [row.valid_loss for row in rows], None))
+    width, height, left, right, above, below = 2.3, 1.9, 0.6, 0.25, 0.85, 0.55  # inches
+    rest = right + (len(curves) - 1) * (left + width + right)
+    figure, panel = _panel(width, height, (left, rest, above, below), theme)
+    full_width, full_height = figure.get_size_inches()
+    numbers = [row.clusters for row in rows]
+    for position, (title, values, errors) in enumerate(curves):
+        if position:
+            start = left + position * (left + width + right)
+            box = (start / full_width, below / full_height, width / full_width, height / full_height)
+            panel = figure.add_axes(box)
+            panel.set_facecolor(theme.paper)
+            _ink(panel, theme)
+        panel.axvline(choice.recommended, color=colour(3), linewidth=1.0, linestyle="--", gid="recommended")
+        panel.errorbar(
+            numbers,
+            [np.nan if value is None else value for value in values],
+            yerr=None if errors is None else [error or 0.0 for error in errors],
+            color=colour(0),
+            marker="o",
+            markersize=4,
+            linewidth=1.4,
+            capsize=2,
+        )
+        panel.set_title(title, fontsize=9, color=theme.ink)
+        panel.set_xlabel("K", color=theme.ink)
+        panel.set_xticks([numbers[i] for i in _spread(len(numbers), 10)])
+        panel.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
+        panel.grid(color=theme.faint, linewidth=0.4)
+        panel.set_axisbelow(True)
+    how = f"{choice.clients:,} clients, {choice.rounds} round(s) each"
+    _title(figure, f"number of clusters: K = {choice.recommended} is recommended ({how})", theme)
+    return figure
 
 
 # ---- what pictures share ----

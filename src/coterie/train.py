@@ -35,6 +35,8 @@ class Schedule:
     seed: int = setting(0, "what all randomness hangs on", ge=0)
     evaluate_every: int = setting(1, "evaluate every so many rounds, and in the last one", ge=1)
     checkpoint_every: float = setting(30.0, "seconds between checkpoints; 0: after each round", ge=0)
+    unseen: float = setting(0.0, "share of the clients that take part in no round, and are met at the end", ge=0, lt=1)
+    dropout: float = setting(0.0, "share of a cohort that fails to answer (simulated)", ge=0, lt=1)
 
 
 @dataclass
@@ -75,6 +77,7 @@ class Trainer:
         self._should_stop = should_stop
         self._rng = Rng.seed(schedule.seed).at("run")
         self._saved_at = time.monotonic()
+        engine.dropout, engine.dropout_rng = schedule.dropout, Rng.seed(schedule.seed).at("dropout")
 
     def run(self) -> None:
         """Run to the last round, from the start or from where `restore` put it."""
@@ -139,13 +142,16 @@ class Trainer:
         """Every client's personal model on its test samples."""
         self.engine.begin(number, "evaluate")
         everyone = self.engine.everyone()
-        scores = evaluate_clients(
-            self.engine, self.algorithm.personal(self.state, everyone), everyone, self._rng.at("evaluate", number)
-        )
+        personal = self.algorithm.personal(self.state, everyone)
+        scores = evaluate_clients(self.engine, personal, everyone, self.rng_of_evaluation(number))
         self.engine.begin(number, "round")
         self.progress.scores.append(scores)
         self.progress.score_rounds.append(number)
         return evaluation(scores)
+
+    def rng_of_evaluation(self, number: int) -> Rng:
+        """What the adaptation of personal models hangs on in that round."""
+        return self._rng.at("evaluate", number)
 
     def _groups(self) -> NDArray[np.int64] | None:
         """The true groups as they are in the round in hand."""
@@ -227,6 +233,12 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Put everything back as it was after that round; later rounds are cut off the folder."""
         assert self.folder is not None
+        self.folder.cut_rows(checkpoint.plain["rows_bytes"])
+        self.load(checkpoint)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """As `restore`, of a folder that is only read."""
+        assert self.folder is not None
         tensors, plain = checkpoint.tensors, checkpoint.plain
 
         def under(prefix: str) -> dict[str, Tensor]:
@@ -238,12 +250,11 @@ class Trainer:
         self.engine.ledger.entries = plain["ledger"]
         self.engine.failures[:] = [Failure(**values) for values in plain["failures"]]
         self.engine.notes[:] = list(dict.fromkeys([*plain["notes"], *self.engine.notes]))
-        self.folder.cut_rows(plain["rows_bytes"])
         history = {name: values.numpy() for name, values in under("history.scores.").items()}
         count = len(plain["score_rounds"])
         self.progress = Progress(
             round=checkpoint.round,
-            rows=self.folder.rows(),
+            rows=self.folder.rows()[: checkpoint.round],
             labels=list(tensors["history.labels"].numpy()),
             scores=[{name: values[i] for name, values in history.items()} for i in range(count)],
             score_rounds=list(plain["score_rounds"]),

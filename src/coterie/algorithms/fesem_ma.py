@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,7 +23,6 @@ from coterie.algorithm import register
 from coterie.algorithms.fesem import FeSEM
 from coterie.block import Task
 from coterie.centers import Average
-from coterie.clustering import squared_distances
 from coterie.engine import Chunk, Engine
 from coterie.matching import Plan, matched_mean
 from coterie.randomness import Rng
@@ -86,12 +85,11 @@ class FeSEMMA(FeSEM):
         return super().signature(self._aligned(params, state.common, engine), state, engine)
 
     def distances(self, context: Any, params: Tensor, clients: Tensor, state: Any, engine: Engine) -> Tensor:
-        """L2 to each center, after aligning to that center."""
-        columns = self._columns(engine.task)
+        """As FeSEM, to each center after aligning to that center."""
         found = []
         for center in state.centers:
-            aligned = self._aligned(params, center, engine)
-            found.append(squared_distances(aligned[:, columns], center[columns].unsqueeze(0)))
+            only = replace(state, centers=center.unsqueeze(0))
+            found.append(super().distances(context, self._aligned(params, center, engine), clients, only, engine))
         return torch.cat(found, dim=1)
 
     def train_from(self, state: Any, engine: Engine, cohort: Tensor, rows: Tensor, rng: Rng) -> Iterator[Chunk]:

@@ -68,12 +68,15 @@ class MDICFL(CenterMethod):
     paper: ClassVar[str] = "Zhang et al. 2024"
     state_type: ClassVar[type[CenterState]] = MDICFLState
 
+    weighting: Literal["equal"] = setting(
+        "equal", "weight of a client in its cluster's mean: all the same, since clients do not tell how much they have"
+    )
     sampler: Literal["search", "generator"] = setting("search", "how pseudo data are made: MD-ICFL-1 or MD-ICFL-2")
     privacy: Literal["weak", "strong"] = setting("weak", "send label counts once, or only the nearest center's index")
     pseudo_samples: int = setting(30, "pseudo samples of each center and class (M)", ge=1)
     iterations: int | None = setting(None, "steps of the sampler; by default 100, the generator 1,000", ge=1)
     prior_weight: float = setting(0.1, "pull of pseudo samples to the prior mean (lambda)", ge=0)
-    prior_mean: float = setting(0.0, "mean of the inputs (mu): 0 for pixels in [-1, 1]")
+    prior_mean: float = setting(0.0, "mean of the inputs (mu): 0 for pixels in [-1, 1]", ge=-100, le=100)
 
     def prepare(self, state: MDICFLState, engine: Engine, rng: Rng) -> tuple[Tensor, Tensor]:
         """Pseudo data of every center [K, L, M, ...], and what each center says of its own [K, L, M, L]."""
@@ -94,13 +97,23 @@ class MDICFL(CenterMethod):
         )
         return x, probabilities(engine.forward, state.centers, x)
 
+    def round(self, state: MDICFLState, engine: Engine, cohort: Tensor, rng: Rng) -> MDICFLState:
+        """Under weak privacy those who did not tell their label counts when they were met are asked again."""
+        if self.privacy == "weak":
+            silent = cohort[(state.labels[cohort] >= 0) & (state.counts[cohort].sum(1) == 0)]
+            state = self.met(state, engine, silent, rng.at("met again")) if len(silent) else state
+        after: MDICFLState = super().round(state, engine, cohort, rng)
+        return after
+
     def choose(self, context: Any, chunk: Chunk, state: Any, engine: Engine, rng: Rng) -> Tensor:
         """Weak: the server weighs by the label counts. Strong: the client does, and says which."""
         x, told = context
         by_class = class_distances(engine.forward, chunk.answer.params, told, x)  # [c, K, L]
         if self.privacy == "weak":
             counts = state.counts[chunk.clients].to(engine.device)
-            return weighted(by_class, counts).argmin(1).cpu()
+            chosen = weighted(by_class, counts).argmin(1)
+            # Without its label counts every center is at distance 0 from a client: it stays where it is.
+            return torch.where(counts.sum(1) > 0, chosen, -1).cpu()
         # A client that does not answer the second question stays where it is.
         chosen = torch.full((len(chunk.clients),), -1, dtype=torch.int64)
         for answer in engine.call(nearest, chunk.clients, each={"distances": by_class}, rng=rng.at("nearest")):

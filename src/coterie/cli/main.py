@@ -8,7 +8,7 @@ import click
 import typer
 from rich.console import Console
 
-from coterie.cli import compare, data, data_show, lists, run
+from coterie.cli import choose, compare, data, data_show, lists, onboard, run
 from coterie.errors import CoterieError
 
 app = typer.Typer(
@@ -22,6 +22,9 @@ app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("show")(run.show)
 app.command("compare")(compare.compare)
+app.command("choose-k")(choose.choose)
+app.command("onboard")(onboard.onboard)
+app.command("export")(onboard.export)
 app.command("list")(lists.list_things)
 data.data_app.command("show")(data_show.show)
 app.add_typer(data.data_app, name="data")

@@ -151,6 +151,11 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         agreement = f"ARI {summary['ari']:.2f}  NMI {summary['nmi']:.2f}  purity {summary['purity']:.2f}"
         table.add_row("true groups", agreement)
     table.add_row("clusters", f"{summary['clusters']}: {short_sizes(summary['cluster_sizes'])}")
+    if summary.get("unseen"):
+        unseen = summary["unseen"]
+        macro = (unseen["accuracy"] or {}).get("macro")
+        shown = f"{unseen['clients']} clients: accuracy {percent(macro)}  ARI {number(unseen['ari'])}"
+        table.add_row("unseen", shown)
     if summary["clients_met"] < summary["clients"]:
         table.add_row("clients met", f"{summary['clients_met']} of {summary['clients']}")
     traffic = summary["bytes"]

@@ -10,10 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from coterie.api import Setup, execute
+from coterie.choose_k import Choice, choose_k
 from coterie.cli.output import RoundProgress, stderr, stdout, stop_on_ctrl_c, summary_table
 from coterie.config import Experiment, Tables, apply_set, merge, read_tables, resolve
 from coterie.errors import ConfigError, Interrupted, RunError
 from coterie.runs import RunFolder
+
+AUTO = "auto"  # number of clusters: choose it before the run
 
 Text = str | None
 AlgorithmFlag = Annotated[Text, typer.Option("--algorithm", "-a", help="Method; see 'coterie list algorithms'.")]
@@ -21,7 +24,9 @@ DatasetFlag = Annotated[Text, typer.Option("--dataset", "-d", help="Named datase
 ScenarioFlag = Annotated[Text, typer.Option(help="Who holds which samples; by default the dataset's own.")]
 ModelFlag = Annotated[Text, typer.Option(help="Named network, or module:callable.")]
 ClientsFlag = Annotated[Text, typer.Option(help="Number of clients.")]
-ClustersFlag = Annotated[Text, typer.Option("--clusters", "-k", help="Number of clusters K.")]
+ClustersFlag = Annotated[
+    Text, typer.Option("--clusters", "-k", help="Number of clusters K; 'auto' in run: chosen as by choose-k.")
+]
 RoundsFlag = Annotated[Text, typer.Option(help="Number of rounds.")]
 EpochsFlag = Annotated[Text, typer.Option(help="Passes over a client's samples in a round.")]
 StepsFlag = Annotated[Text, typer.Option(help="Steps of a client in a round, instead of epochs.")]
@@ -29,6 +34,8 @@ BatchFlag = Annotated[Text, typer.Option("--batch-size", help="Samples of a step
 LrFlag = Annotated[Text, typer.Option(help="Step size.")]
 MomentumFlag = Annotated[Text, typer.Option(help="Momentum of the clients' SGD.")]
 ParticipationFlag = Annotated[Text, typer.Option(help="Share of the clients in a round, in (0, 1].")]
+UnseenFlag = Annotated[Text, typer.Option(help="Share of the clients that is held out and met at the end, in [0, 1).")]
+DropoutFlag = Annotated[Text, typer.Option(help="Share of a cohort that fails to answer, in [0, 1).")]
 SeedFlag = Annotated[Text, typer.Option(help="What all randomness hangs on.")]
 EngineFlag = Annotated[Text, typer.Option(help="'vectorized' (fast) or 'loop' (reference).")]
 DeviceFlag = Annotated[Text, typer.Option(help="'auto', 'cpu' or 'cuda'.")]
@@ -71,7 +78,7 @@ def parse_float(name: str, text: Text) -> float | None:
 
 def flags_to_tables(flags: dict[str, Any]) -> Tables:
     """The flags of `run` and `compare` as tables; those not given are left out."""
-    batch = flags["batch_size"]
+    batch, clusters = flags["batch_size"], flags["clusters"]
     tables = {
         "run": {
             "algorithm": flags.get("algorithm"),
@@ -81,6 +88,8 @@ def flags_to_tables(flags: dict[str, Any]) -> Tables:
             "clients": parse_int("clients", flags["clients"]),
             "rounds": parse_int("rounds", flags["rounds"]),
             "participation": parse_float("participation", flags["participation"]),
+            "unseen": parse_float("unseen", flags.get("unseen")),
+            "dropout": parse_float("dropout", flags.get("dropout")),
             "seed": parse_int("seed", flags.get("seed")),
             "engine": flags["engine"],
             "device": flags["device"],
@@ -88,7 +97,7 @@ def flags_to_tables(flags: dict[str, Any]) -> Tables:
             "evaluate_every": parse_int("evaluate-every", flags["evaluate_every"]),
             "checkpoint_every": parse_float("checkpoint-every", flags["checkpoint_every"]),
         },
-        "algorithm": {"num_clusters": parse_int("clusters", flags["clusters"])},
+        "algorithm": {"num_clusters": AUTO if clusters == AUTO else parse_int("clusters", clusters)},
         "work": {
             "epochs": parse_int("epochs", flags["epochs"]),
             "steps": parse_int("steps", flags["steps"]),
@@ -100,10 +109,26 @@ def flags_to_tables(flags: dict[str, Any]) -> Tables:
     return {name: {k: v for k, v in table.items() if v is not None} for name, table in tables.items()}
 
 
-def experiment_of(flags: dict[str, Any], config: Path | None, assignments: list[str] | None) -> Experiment:
-    """Config file, flags and --set, resolved."""
+def tables_of(flags: dict[str, Any], config: Path | None, assignments: list[str] | None) -> Tables:
+    """Config file, flags and --set, one over the other."""
     layers = merge(read_tables(config) if config else {}, flags_to_tables(flags))
-    return resolve(apply_set(layers, assignments or []))
+    return apply_set(layers, assignments or [])
+
+
+def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Setup, Choice | None]:
+    """The experiment; where its number of clusters is 'auto', a number is chosen first."""
+    if tables["algorithm"].get("num_clusters") != AUTO:
+        experiment = resolve(tables)
+        return experiment, Setup.of(experiment), None
+    trial = resolve(merge(tables, {"algorithm": {"num_clusters": 1}}))
+    setup = Setup.of(trial)
+    if not hasattr(trial.algorithm, "num_clusters"):
+        return trial, setup, None  # its note says that clusters are not used
+    _say(f"choosing the number of clusters of {trial.dataset}", hidden)
+    choice = choose_k(setup, last=None)
+    experiment = resolve(merge(tables, {"algorithm": {"num_clusters": choice.recommended}}))
+    _say(f"chosen: {choice.recommended} clusters, because {choice.reason}", hidden)
+    return experiment, Setup.of(experiment, setup.federation), choice
 
 
 def run(
@@ -120,6 +145,8 @@ def run(
     lr: LrFlag = None,
     momentum: MomentumFlag = None,
     participation: ParticipationFlag = None,
+    unseen: UnseenFlag = None,
+    dropout: DropoutFlag = None,
     seed: SeedFlag = None,
     engine: EngineFlag = None,
     device: DeviceFlag = None,
@@ -135,9 +162,10 @@ def run(
 ) -> None:
     """Train one method on one dataset. Defaults need no network: fesem on rotated-digits."""
     flags = dict(locals())
-    experiment = experiment_of(flags, config, set_)
-    setup = Setup.of(experiment)
+    experiment, setup, choice = with_chosen_k(tables_of(flags, config, set_), quiet or json_)
     folder = RunFolder.create(out, name, setup.default_name, experiment.tables())
+    if choice is not None:
+        folder.write_json("artifacts/choose-k.json", choice.to_dict())
     _say(_opening(experiment, setup), quiet or json_)
     carry_through(setup, folder, experiment.notes, json_, quiet)
 

@@ -22,6 +22,7 @@ from coterie.settings import build, setting, values_of
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _DEFAULT_BUDGET_MB = 1024
+_LATE = "did not answer (simulated)"
 
 
 @dataclass(frozen=True)
@@ -194,9 +195,16 @@ class InProcessEngine(Engine):
         self.ledger.record_down(self.phase, name, cohort, self.num_clients, models, refs, shared, each)
         failed_before = len(self.failures)
         answered = 0
-        for positions in self._chunks(cohort, work):
+        is_late = self.is_late(name, cohort)
+        for asked in self._chunks(cohort, work):
+            # They have got what was sent, and fail before they work: what they remember stays as it was.
+            late = tuple(self._fail(client, step, _LATE) for client in cohort[asked[is_late[asked]]].tolist())
+            positions = asked[~is_late[asked]]
+            if not len(positions):
+                continue
             began = time.perf_counter()
             chunk = self._ask(step, cohort, positions, models, refs, shared, each, work, rng)
+            chunk = replace(chunk, failed=late + chunk.failed)
             self.client_seconds += time.perf_counter() - began
             if len(chunk.clients):
                 self.ledger.record_up(self.phase, name, chunk.answer.values())
@@ -285,6 +293,7 @@ class InProcessEngine(Engine):
 
     def _note_total_failure(self, step: str, failures: list[Failure]) -> None:
         reason = failures[0].reason if failures else "no answer"
-        note = f"round {self.round}: no client could do {step.rpartition(':')[2]} ({reason}); is lr too large?"
+        hint = "" if reason == _LATE else "; is lr too large?"
+        note = f"round {self.round}: no client could do {step.rpartition(':')[2]} ({reason}){hint}"
         if not any("no client could do" in old for old in self.notes):
             self.notes.append(note)
