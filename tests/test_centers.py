@@ -411,7 +411,6 @@ def test_absent_clients_are_not_split():
     assert after.centers[1].tolist() in ([4.0, 1.25], [-4.0, 1.125])
 
 
-@pytest.mark.xfail(reason="the guard takes clients that were just met for members that pull apart", strict=True)
 def test_clients_met_in_the_round_of_a_repair_move_no_center():
     """They trained from the common start: their updates say nothing about how a cluster pulls apart."""
     method, engine, state = emptied()

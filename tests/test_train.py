@@ -55,6 +55,8 @@ def of_two(name: str) -> Algorithm:
 def setup(algorithm: Algorithm | str = "fesem", **changes: Any) -> Setup:
     chosen = of_two(algorithm) if isinstance(algorithm, str) else algorithm
     data = changes.pop("data", None) or federation()
+    if hasattr(chosen, "indicators"):
+        data = replace(data, reserved=torch.arange(4))  # it needs samples on the server; which ones is not the point
     work = changes.pop("work", SGD(lr=0.2, epochs=2, batch_size=5, momentum=0.5))
     model = changes.pop("model", "mclr")
     schedule = Schedule(**{"rounds": 4, "checkpoint_every": 0.0, "participation": 0.7, "seed": 3} | changes)

@@ -276,10 +276,14 @@ class Watch:
         """Take in a chunk whose clients trained from rows `started` of the table."""
         if self._sketch is None:
             return
-        table = torch.cat([state.centers, state.common.unsqueeze(0)])
-        start = table[started.to(table.device)][:, : self._size]
-        update = self._sketch(chunk.answer.params[:, : self._size] - start)
-        self._parts.append((chunk.clients, started, update))
+        # Clients met in this round trained from the common start: their updates compare to nobody's.
+        mine = (started < len(state.centers)).nonzero().flatten()
+        if not len(mine):
+            return
+        here = mine.to(state.centers.device)
+        start = state.centers[started[mine].to(here.device)][:, : self._size]
+        update = self._sketch(chunk.answer.params[here][:, : self._size] - start)
+        self._parts.append((chunk.clients[mine], started[mine], update))
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Clients [C], the rows they started from [C], sketches of their updates [C, D]."""
@@ -322,7 +326,8 @@ def mend(method: CenterMethod, before: Any, after: Any, engine: Engine, watch: W
         "cluster": broken,
         "reason": f"{reason}: cluster {wide} was split into {kept} and {len(leaving)} clients",
     }
-    return replace(after, centers=centers, labels=labels, repairs=[*after.repairs, repair], mended_in=engine.round)
+    mended = {"mended_in": engine.round, "calm_rounds": 0, "repairs": [*after.repairs, repair]}
+    return replace(after, centers=centers, labels=labels, **mended)
 
 
 def _find_broken(state: Any, updates: Tensor, engine: Engine) -> tuple[int | None, str]:

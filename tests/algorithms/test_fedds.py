@@ -51,7 +51,7 @@ def test_divergence_in_both_directions_by_hand():
     assert forth != pytest.approx(back, rel=0.05)
     centers = torch.cat([dumb, sure])
     for kl, expected in (("client", forth), ("center", back)):
-        found = distances(FedDS(num_clusters=2, kl=kl), engine, sure, centers)
+        found = distances(FedDS(num_clusters=2, kl=kl, temperature=1.0), engine, sure, centers)
         assert found[0].tolist() == pytest.approx([expected, 0.0], abs=1e-6)
 
 
@@ -62,12 +62,20 @@ def test_divergence_is_summed_over_the_indicator_samples():
     assert many.item() == pytest.approx(3 * one.item())  # at 0 they agree; at -1 it is mirrored
 
 
+def test_temperature_softens_what_is_compared():
+    params, centers = RNG.at("models").normal(4, 2).float(), RNG.at("centers").normal(3, 2).float()
+    engine = toy(inputs=(1.0, 2.0))
+    soft = distances(FedDS(num_clusters=3, temperature=2.0), engine, params, centers)
+    halved = distances(FedDS(num_clusters=3, temperature=1.0), engine, params / 2, centers / 2)
+    assert torch.allclose(soft, halved, atol=1e-6)
+
+
 @pytest.mark.parametrize("kl", ["client", "center"])
 @pytest.mark.parametrize("models", [1, 4])
 def test_divergence_is_that_of_torch(kl, models):
     engine = toy(inputs=tuple(RNG.at("x").normal(7).tolist()))
     params, centers = RNG.at("models").normal(models, 2).float(), RNG.at("centers").normal(3, 2).float()
-    found = distances(FedDS(num_clusters=3, kl=kl), engine, params, centers)
+    found = distances(FedDS(num_clusters=3, kl=kl, temperature=1.0), engine, params, centers)
     x = engine.reserved[0]
     for i in range(models):
         for j in range(3):

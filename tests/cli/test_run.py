@@ -406,7 +406,7 @@ def damaged(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"is_train": np.repeat(np.arange(6), 10) != 2}, "Client '2' of own has no samples to train on"),
+        ({"is_train": np.repeat(np.arange(6), 10) != 2}, "User '2' of own has no samples in the official training set"),
         ({"user": np.minimum(np.arange(60), 5)}, "User '0' of own has 1 sample(s)"),
         ({"y": np.arange(60) % 3 - 1}, "labels must be 0 or larger. Got -1 instead."),
         ({"y": np.arange(50)}, "60 samples but 50 labels"),
@@ -603,9 +603,9 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     file = stopped / "checkpoint" / "round-000003" / name
     content = file.read_bytes()
     file.write_bytes(content[:-20] if harm == "cut short" else damaged(content))
-    done = command("resume", stopped)
+    done = command("resume", stopped, "--json")
     assert done.code == 0
-    told = " ".join(done.out.split())
+    told = " ".join(done.json["notes"])
     assert f"checkpoint/round-000003/{name} was cut short or altered; this checkpoint is not used." in told
     assert "The checkpoint of round 2 is used." in told
     assert outcome(stopped) == outcome(whole)
