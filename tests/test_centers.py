@@ -50,7 +50,9 @@ def engine_of(respond, clients, round=1, chunk=3):
 
 def state_of(method, engine, centers, labels, **more):
     """A state as it may be in the middle of a run."""
-    state = method.state_type.common_start(engine, method.num_clusters, sketches=torch.zeros(engine.num_clients, 2))
+    count = engine.num_clients
+    known = {"sketches": torch.zeros(count, 2), "moved": torch.zeros(count, dtype=torch.bool)}
+    state = method.state_type.common_start(engine, method.num_clusters, **known)
     return replace(state, centers=torch.tensor(centers), labels=torch.tensor(labels), **more)
 
 

@@ -40,6 +40,7 @@ class CenterState(ClusterState):
     sketches: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, D] first update from the common start
     mean_samples: float = 0.0  # mean number of samples of the clients met at the start
     mended_in: int = -_REST  # round of the last repair
+    moved: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [N] changed label in a round
     first_labels: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # see _without_clients
 
 
@@ -117,7 +118,9 @@ class CenterMethod(Algorithm):
         """The state before the first round."""
         width = min(_WIDTH, task.layout.num_parameters)
         sketches = torch.zeros(engine.num_clients, width, dtype=engine.dtype, device=engine.device)
-        return self.first_state(self.state_type.common_start(engine, self.num_clusters, sketches=sketches), engine, rng)
+        moved = torch.zeros(engine.num_clients, dtype=torch.bool)
+        state = self.state_type.common_start(engine, self.num_clusters, sketches=sketches, moved=moved)
+        return self.first_state(state, engine, rng)
 
     def first_state(self, state: Any, engine: Engine, rng: Rng) -> Any:
         """The start that `init` names; in most papers K random centers and random labels."""
@@ -187,9 +190,16 @@ class CenterMethod(Algorithm):
             weights = torch.ones_like(moving, dtype=engine.dtype) if weights is None else weights
             average.add(chunk.answer.params, chosen.clamp_min(0), weights * moving)
             watch.add(chunk, started, state)
-        after = replace(state, centers=average.means(keep=state.centers), labels=labels)
+        moved = (state.labels >= 0) & (labels != state.labels)
+        if len(state.moved) == len(moved):
+            moved |= state.moved
+        after = replace(state, centers=average.means(keep=state.centers), labels=labels, moved=moved)
         after = self._calm(state, after)
-        return mend(self, state, after, engine, watch, rng) if self.guard else after
+        return self.second_opinion(mend(self, state, after, engine, watch, rng), engine) if self.guard else after
+
+    def second_opinion(self, state: Any, engine: Engine) -> Any:
+        """What else a method's guard may mend after a round."""
+        return state
 
     starts_from_common: ClassVar[bool] = True  # whether a client met for the first time trains from the common start
 

@@ -189,3 +189,27 @@ def test_assign_from_python_puts_new_clients_with_their_kind():
     labels = result.assign(whole.select(new))
     kind_of = {int(group): int(result.labels[old.index(i)]) for i in old for group in [whole.groups[i]]}
     assert labels.tolist() == [kind_of[int(whole.groups[i])] for i in new]
+
+
+def test_guard_moves_clients_that_were_put_wrong_at_the_start():
+    """L2 leaves them where they train; their first models tell. One that moved by itself is left alone."""
+    targets = torch.tensor([[0.0, 1.0], [0.0, 1.2], [0.1, 1.1], [5.0, 0.0], [5.2, 0.0], [5.1, 0.3]])
+    engine = MockEngine(lambda step, client, sent: {"params": targets[client], "samples": 1}, num_clients=6)
+    method = FeSEM(num_clusters=2)
+    state = method.start(engine.task, engine, Rng.seed(0))
+    right = state.labels.clone()
+    wrong = right.clone()
+    wrong[0] = 1 - wrong[0]
+    engine.begin(2, "round")
+    mended = method.second_opinion(replace(state, labels=wrong), engine)
+    assert torch.equal(mended.labels, right)
+    assert mended.repairs == [
+        {
+            "round": 2,
+            "cluster": None,
+            "reason": "1 client(s) were nearer to another cluster by their first models, and moved there",
+        }
+    ]
+    moved = torch.tensor([True] + [False] * 5)
+    assert torch.equal(method.second_opinion(replace(state, labels=wrong, moved=moved), engine).labels, wrong)
+    assert method.second_opinion(state, engine) is state
