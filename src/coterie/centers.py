@@ -22,7 +22,7 @@ from torch import Tensor
 
 from coterie.algorithm import Algorithm, ClusterState, num_clusters_setting
 from coterie.block import Task, train
-from coterie.clustering import CenterSums, Sketch, kmeans
+from coterie.clustering import CenterSums, Sketch, kmeans, sketch_of
 from coterie.engine import Chunk, Engine
 from coterie.local import SGD
 from coterie.randomness import Rng, uniform
@@ -137,7 +137,7 @@ class CenterMethod(Algorithm):
         for chunk in self.train_from(state, engine, everyone, _common(everyone, self), rng.at("start")):
             signature = self.signature(chunk.answer.params, state, engine)
             # Where all models do not fit, sketches of what they are clustered by do.
-            rows.append(signature if fits else Sketch(signature.shape[1], 4096, rng, engine.device)(signature))
+            rows.append(signature if fits else sketch_of(signature.shape[1], 4096, rng, engine.device)(signature))
             state.sketches[chunk.clients.to(engine.device)] = sketch(self._update(chunk.answer.params, state, engine))
             if fits:
                 kept.append(chunk.answer.params)
@@ -214,7 +214,7 @@ class CenterMethod(Algorithm):
         return samples if self.weighting == "samples" else None
 
     def _sketch(self, engine: Engine) -> Sketch:
-        return Sketch(engine.task.layout.num_parameters, _WIDTH, Rng.seed(0).at("first models"), engine.device)
+        return sketch_of(engine.task.layout.num_parameters, _WIDTH, Rng.seed(0).at("first models"), engine.device)
 
     def _update(self, params: Tensor, state: Any, engine: Engine) -> Tensor:
         cut = engine.task.layout.num_parameters
@@ -279,7 +279,7 @@ class Watch:
     def __init__(self, engine: Engine, is_on: bool) -> None:
         self._engine, self._is_on = engine, is_on
         self._size = engine.task.layout.num_parameters
-        self._sketch = Sketch(self._size, _WIDTH, Rng.seed(0).at("guard"), engine.device) if is_on else None
+        self._sketch = sketch_of(self._size, _WIDTH, Rng.seed(0).at("guard"), engine.device) if is_on else None
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, chunk: Chunk, started: Tensor, state: Any) -> None:

@@ -5,6 +5,7 @@ Nothing here sees true groups or test data, and no result depends on the order o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -145,3 +146,9 @@ class Sketch:
         padding = self._folds * self.width - self._size
         signed = torch.nn.functional.pad(signed, (0, padding))
         return signed.reshape(len(rows), self._folds, self.width).sum(1)
+
+
+@functools.lru_cache(maxsize=8)
+def sketch_of(size: int, width: int, rng: Rng, device: torch.device) -> Sketch:
+    """A sketch that is made once: drawing the signs of a large model takes longer than using them."""
+    return Sketch(size, width, rng, device)
