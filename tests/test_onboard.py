@@ -255,7 +255,7 @@ def test_newcomers_land_in_the_cluster_of_their_rotation(name: str):
         "ifca",
         "md_icfl",
         "fedds",
-        pytest.param("feddsmic", marks=pytest.mark.xfail(reason="35 of 40: its centers have moved on since the start")),
+        "feddsmic",
     ],
 )
 def test_newcomers_find_their_rotation_on_five_seeds(name: str):
