@@ -1,20 +1,20 @@
 """Does a method recover? From 30 % wrong labels, and after one center is overwritten by a copy of another.
 
-    python benchmarks/guard.py [--seeds 10] [--methods fesem md_icfl fedds ifca] [--guard true|false]
+    python benchmarks/guard.py [--seeds 10] [--methods fesem md_icfl fedds ifca] [--jobs 2] [--out rows.jsonl]
 
 Rotated digits, 40 clients, 20 rounds. `wrong`: after the start, 30 % of the labels are moved to another cluster and
 the centers are recomputed from the wrong partition. `copy`: after round 5 center 1 becomes a copy of center 0.
-Prints the ARI after round 20 for each seed.
+Each with the guard on and off; ARI after round 20.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from typing import Any
 
 import torch
+from pool import Row, run_all
 
 from coterie.api import Setup
 from coterie.block import train
@@ -67,25 +67,27 @@ def with_copied_center(trainer: Trainer) -> None:
     trainer.run()
 
 
+def one(method: str, harm: str, guard: bool, seed: int) -> Row:
+    trainer = trainer_of(method, seed, guard)
+    with_wrong_labels(trainer, seed) if harm == "wrong" else with_copied_center(trainer)
+    ari = round(trainer.progress.rows[-1]["ari"], 2)
+    return {"method": method, "harm": harm, "guard": guard, "seed": seed, "ari": ari}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--methods", nargs="+", default=["fesem", "md_icfl", "fedds", "ifca"])
-    parser.add_argument("--guard", default="true", choices=["true", "false"])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", default="")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    for method in options.methods:
-        for harm in ("wrong", "copy"):
-            found = []
-            for seed in range(options.seeds):
-                trainer = trainer_of(method, seed, options.guard == "true")
-                with_wrong_labels(trainer, seed) if harm == "wrong" else with_copied_center(trainer)
-                found.append(round(trainer.progress.rows[-1]["ari"], 2))
-            good = sum(ari >= 0.95 for ari in found)
-            print(
-                json.dumps({"method": method, "harm": harm, "guard": options.guard, "ari": found, "back": good}),
-                flush=True,
-            )
+    ways = [(m, h, g) for m in options.methods for h in ("wrong", "copy") for g in (True, False)]
+    rows = run_all(one, [(*way, seed) for way in ways for seed in range(options.seeds)], options.jobs, options.out)
+    print("| method | harm | guard | back at ARI >= 0.95 | worst ARI |\n|---|---|---|---|---|")
+    for way in ways:
+        found = [r["ari"] for r in rows if (r["method"], r["harm"], r["guard"]) == way]
+        back = sum(ari >= 0.95 for ari in found)
+        print(f"| `{way[0]}` | {way[1]} | {'on' if way[2] else 'off'} | {back} of {len(found)} | {min(found):.2f} |")
 
 
 if __name__ == "__main__":

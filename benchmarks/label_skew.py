@@ -1,6 +1,6 @@
 """Rotated MNIST as in MD-ICFL's table 4 and with label skew: accuracy and ARI of the clustered methods.
 
-    python benchmarks/label_skew.py --data-dir DATA [--jobs 6] [--seeds 3] [--out table.json]
+    python benchmarks/label_skew.py --data-dir DATA [--jobs 3] [--seeds 3] [--out rows.jsonl]
 
 Every run is a process of its own (`coterie run --json`), several at a time on one GPU.
 """
@@ -11,26 +11,16 @@ import argparse
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-CASES = [
-    ("fesem", 100, []),
-    ("md_icfl", 100, []),
-    ("fedds", 100, []),
-    ("ifca", 100, []),
-    ("md_icfl", 10, []),
-    ("md_icfl", 3, []),
-    ("fedds", 10, []),
-    ("ifca", 3, []),
-]
+from pool import Row, run_all
+
+CASES = [(method, alpha) for alpha in (100, 3, 10) for method in ("md_icfl", "fesem", "fedds", "ifca")]
 
 
-def one(case: tuple[str, int, list[str]], seed: int, data: str) -> dict[str, Any]:
-    method, alpha, more = case
+def one(method: str, alpha: int, seed: int, data: str, out: str) -> Row:
     command = [sys.executable, "-m", "coterie", "run", "--algorithm", method, "--dataset", "rotated-mnist"]
     command += ["--rounds", "30", "--seed", str(seed), "--set", f"scenario.alpha={alpha}", "--data-dir", data]
-    command += ["--evaluate-every", "5", "--json", "--out", "runs/label-skew", *more]
+    command += ["--evaluate-every", "10", "--json", "--out", out]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"method": method, "alpha": alpha, "seed": seed, "error": done.stderr[-400:]}
@@ -49,19 +39,21 @@ def one(case: tuple[str, int, list[str]], seed: int, data: str) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--jobs", type=int, default=6)
+    parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default="", help="only cases of this method")
+    parser.add_argument("--only", default="", help="only this method")
+    parser.add_argument("--alpha", type=int, default=0, help="only this alpha")
+    parser.add_argument("--runs", default="runs/label-skew", help="where run folders go")
     parser.add_argument("--out", default="")
     options = parser.parse_args()
-    wanted = [(c, s) for c in CASES if options.only in ("", c[0]) for s in range(options.seeds)]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        rows = list(pool.map(lambda pair: one(pair[0], pair[1], options.data_dir), wanted))
-    for row in rows:
-        print(json.dumps(row))
-    if options.out:
-        with open(options.out, "w", encoding="utf-8") as file:
-            json.dump(rows, file, indent=1)
+    cases = [c for c in CASES if options.only in ("", c[0]) and options.alpha in (0, c[1])]
+    ways = [(*case, seed, options.data_dir, options.runs) for case in cases for seed in range(options.seeds)]
+    rows = run_all(one, ways, options.jobs, options.out)
+    print("| method | alpha | accuracy, seed by seed | ARI |\n|---|---|---|---|")
+    for case in cases:
+        mine = [r for r in rows if (r["method"], r["alpha"]) == case]
+        accuracy = ", ".join(str(r.get("accuracy", "failed")) for r in mine)
+        print(f"| `{case[0]}` | {case[1]} | {accuracy} | {', '.join(str(r.get('ari', '-')) for r in mine)} |")
 
 
 if __name__ == "__main__":

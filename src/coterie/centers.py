@@ -2,8 +2,11 @@
 
 A method says how far a client's model is from each center (`distances`); everything else is here.
 
-**Start.** `warm`: every client trains once from ONE common model, and what comes back is clustered by k-means
-with restarts on the method's own signature (models, or outputs). `paper`: as the method's paper has it.
+**Start.** `warm`: a few rounds of plain federated averaging make ONE common model (`warmup`); every client trains
+once from it, and what comes back is clustered by k-means with restarts. From a model that knows its task already,
+updates tell the kinds of client apart; from random weights they tell first of all who holds which labels (rotated
+MNIST, alpha = 3: ARI of the first clustering 0.0 without, 1.0 after two rounds). `paper`: as the method's paper
+has it.
 
 **Guard.** After a round, an empty cluster, or two centers that are the same, are noticed and repaired: the
 cluster whose members pull apart most is split, by 2-means on sketches of their updates, and the freed center
@@ -67,6 +70,7 @@ class CenterMethod(Algorithm):
     guard: bool = setting(True, "repair empty and duplicate clusters while the run goes on")
     weighting: Literal["equal", "samples"] = setting("equal", "weight of a client in its cluster's mean")
     restarts: int = setting(20, "random restarts of the first clustering", ge=1)
+    warmup: int = setting(3, "with init=warm, rounds of plain averaging by everyone before the first clustering", ge=0)
 
     # ---- what a method says ----
 
@@ -129,6 +133,7 @@ class CenterMethod(Algorithm):
 
     def clustered_start(self, state: Any, engine: Engine, rng: Rng) -> Any:
         """Everyone trains once from the common start; k-means on the signatures; centers are the means."""
+        state = self.warmed_up(state, engine, rng.at("warm-up"))
         size = engine.num_clients * engine.task.layout.size * engine.dtype.itemsize
         fits = size <= engine.memory_budget()
         sketch = self._sketch(engine)
@@ -160,6 +165,16 @@ class CenterMethod(Algorithm):
         centers = average.means(keep=state.centers)
         state = replace(state, centers=centers, labels=labels, mean_samples=float(weights.double().mean()))
         return self.met(state, engine, clients, rng.at("met"))
+
+    def warmed_up(self, state: Any, engine: Engine, rng: Rng) -> Any:
+        """The state whose common start is the mean model after `warmup` rounds of plain averaging."""
+        everyone = engine.everyone()
+        for lap in range(self.warmup if self.init == "warm" else 0):
+            mean = CenterSums(1, like=state.centers[:1])
+            for chunk in self.train_from(state, engine, everyone, _common(everyone, self), rng.at(lap)):
+                mean.add(chunk.answer.params, torch.zeros(len(chunk.clients), dtype=torch.int64), _samples_of(chunk))
+            state = replace(state, common=mean.means(keep=state.common.unsqueeze(0))[0])
+        return replace(state, centers=state.common.repeat(self.num_clusters, 1))
 
     # ---- the round ----
 
@@ -325,10 +340,14 @@ def mend(method: CenterMethod, before: Any, after: Any, engine: Engine, watch: W
     average = method.average(before, engine)
     of_member = {int(c): int(r) for c, r in zip(clients, started, strict=True)}
     rows = torch.tensor([of_member[int(c)] for c in members])
+    answered = 0
     engine.begin(engine.round, "repair")
     for chunk in method.train_from(before, engine, members, rows, rng.at("train")):
         average.add(chunk.answer.params, labels[chunk.clients], method._weights(_samples_of(chunk)))
+        answered += int((labels[chunk.clients] == broken).sum())
     engine.begin(engine.round, "round")
+    if not answered:
+        return after  # nothing to make the freed center of
     centers = average.means(keep=after.centers)
     kept = len(members) - len(leaving)
     repair = {

@@ -3,8 +3,9 @@ Jiang 2022, "Multi-center federated learning: clients clustering for better pers
 
 A round: each client trains from its center (Eq. 7), is assigned to the center nearest to its model (Eq. 8),
 and every center becomes the mean of its members (Eq. 9). The first clustering is k-means with 20 restarts on
-models trained once from one common start (section 6.1.4); `init="paper"` and `"warm"` are the same here, and
-`"random"` is the start from random centers that the FedDSMIC paper gives its FedSEM baseline.
+models trained once from one common start (section 6.1.4), which is the network's first weights with
+`init="paper"`, and the mean model after a few common rounds with `"warm"`. `"random"` is the start from random
+centers that the FedDSMIC paper gives its FedSEM baseline.
 
 Deviations, with reasons: with a cohort of some clients, the mean is over the cohort's members (the paper has
 full participation). Cosine distance is taken between updates from the common start, since all models of a run
@@ -50,7 +51,7 @@ class FeSEM(CenterMethod):
     paper: ClassVar[str] = "Long et al. 2022"
 
     init: Literal["warm", "paper", "random"] = setting(  # type: ignore[assignment]
-        "warm", "start: k-means of first models (warm and paper are the same), or random centers and labels"
+        "warm", "start: k-means of models trained from a warmed-up model or from the first weights; or random centers"
     )
     distance: Literal["l2", "cosine"] = setting("l2", "distance of a model to a center")
     layers: Literal["all", "head"] = setting("all", "which parameters the distance looks at")

@@ -76,6 +76,10 @@ class FeSEMMA(FeSEM):
         engine.require_memory(size, f"FeSEM-MA holds the models of all {engine.num_clients} clients at once:")
         return super().start(task, engine, rng)
 
+    def warmed_up(self, state: Any, engine: Engine, rng: Rng) -> Any:
+        """Only a common start can be warmed up."""
+        return super().warmed_up(state, engine, rng) if self.first_models == "common" else state
+
     def average(self, state: Any, engine: Engine) -> Average:
         """Matched averaging."""
         return _Matched(self.num_clusters, state.centers, _plan(engine.task), self.sweeps)
@@ -97,6 +101,16 @@ class FeSEMMA(FeSEM):
         if self.first_models == "common" or engine.phase != "start":
             return super().train_from(state, engine, cohort, rows, rng)
         return self._train_independently(engine, cohort, rng)
+
+    def first_choice(self, context: Any, chunk: Chunk, state: Any, engine: Engine, rng: Rng) -> Tensor:
+        """From independent starts only the aligned distance to the centers says anything."""
+        if self.first_models == "common":
+            return super().first_choice(context, chunk, state, engine, rng)
+        return self.choose(context, chunk, state, engine, rng)
+
+    def second_opinion(self, state: Any, engine: Engine) -> Any:
+        """First models that began at different points are no opinion."""
+        return super().second_opinion(state, engine) if self.first_models == "common" else state
 
     def _train_independently(self, engine: Engine, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:
         from coterie.block import train

@@ -3,10 +3,8 @@ Federated Learning", Algorithm 1; called HypoCluster(K) in the FeSEM paper after
 
 A client downloads all K models, keeps the one with the lowest loss on its own training data, and trains it.
 
-The paper starts from K independent random models, which may merge and lose clusters. `init="warm"` seeds the
-models as k-means++ seeds centers, with losses for distances: every client trains once from one common model;
-the first model is a random client's, each further one that of a client whose loss is far above its own
-model's under those chosen so far.
+The paper starts from K independent random models, which may merge and lose clusters. `init="warm"` starts from a
+clustering of first models, as the other methods do (see `centers.py`): the server has seen those models anyway.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from torch import Tensor
 
 from coterie.algorithm import register
 from coterie.block import Answer, Block, Models, Task, client_step, take
-from coterie.centers import CenterMethod, random_start
+from coterie.centers import CenterMethod
 from coterie.engine import Chunk, Engine
 from coterie.local import SGD
-from coterie.randomness import Rng, race
+from coterie.randomness import Rng
 from coterie.settings import setting
 
 
@@ -48,19 +46,6 @@ def choose(block: Block, models: Models, work: SGD) -> Answer:
     return Answer(choice=block.losses(models).argmin(1))
 
 
-@client_step
-def losses(block: Block, models: Models, work: SGD) -> Answer:
-    """Losses of several models on the training data."""
-    return Answer(losses=block.losses(models))
-
-
-@client_step
-def train_and_loss(block: Block, models: Models, work: SGD) -> Answer:
-    """Train the model that was sent, and say its loss on the training data."""
-    params = block.train(models.rows(), work)
-    return Answer(params=params, loss=block.losses(params), samples=block.samples)
-
-
 @register
 @dataclass(frozen=True)
 class IFCA(CenterMethod):
@@ -71,54 +56,14 @@ class IFCA(CenterMethod):
     starts_from_common: ClassVar[bool] = False
 
     average_of: Literal["models", "gradients"] = setting(
-        "models", "what clients answer with: a trained model, or one gradient (option I of the paper)"
+        "models", "what clients answer with: a trained model, or one gradient (option I of the paper; no guard)"
     )
 
     def first_state(self, state: Any, engine: Engine, rng: Rng) -> Any:
-        """K independent random models, nobody has chosen yet; or models seeded by losses."""
-        if self.init == "paper":
-            nobody = state.labels
-            return replace(random_start(self, state, engine, rng), labels=nobody)
-        return self._seeded_by_losses(state, engine, rng)
-
-    def _seeded_by_losses(self, state: Any, engine: Engine, rng: Rng) -> Any:
-        everyone = engine.everyone()
-        common = state.common.unsqueeze(0)
-        own = torch.full((engine.num_clients,), torch.inf, dtype=torch.float64)
-        nobody_yet = torch.zeros(engine.num_clients, dtype=torch.int64)
-        work = self.work(engine)
-        for chunk in engine.call(
-            train_and_loss, everyone, models=common, refs=nobody_yet, work=work, rng=rng.at("start")
-        ):
-            own[chunk.clients] = chunk.answer.loss.double().cpu()
-        there = torch.isfinite(own).nonzero().flatten()
-        if not len(there):
-            return random_start(self, state, engine, rng)
-        keys = engine.keys[there]
-        chosen: list[Tensor] = []
-        best = torch.full((engine.num_clients,), torch.inf, dtype=torch.float64)
-        for k in range(self.num_clusters):
-            gap = (best - own)[there].clamp_min(0).square()
-            weights = torch.ones(len(there), dtype=torch.float64) if k == 0 or float(gap.sum()) == 0 else gap
-            seed = there[int(race(rng.at("seed", k), keys, weights))]
-            chosen.append(self._model_of(seed, state, engine, rng))
-            zeros = torch.zeros(len(there), 1, dtype=torch.int64)
-            for chunk in engine.call(losses, there, models=chosen[-1].unsqueeze(0), refs=zeros, rng=rng.at("look", k)):
-                found = chunk.answer.losses[:, 0].double().cpu()
-                best[chunk.clients] = torch.minimum(best[chunk.clients], found)
-        # Nobody has a label yet: everyone chooses in the first round.
-        return replace(state, centers=torch.stack(chosen))
-
-    def _model_of(self, client: Tensor, state: Any, engine: Engine, rng: Rng) -> Tensor:
-        """The model that a client trained at the start: the same call again gives the same model."""
-        zero = torch.zeros(1, dtype=torch.int64)
-        common = state.common.unsqueeze(0)
-        call = engine.call(
-            train_and_loss, client.reshape(1), models=common, refs=zero, work=self.work(engine), rng=rng.at("start")
-        )
-        for chunk in call:
-            return chunk.answer.params[0]
-        return engine.task.draw(rng.at("lost", int(client))).to(engine.device, engine.dtype)
+        """K independent random models, and nobody has chosen yet; or the means of clustered first models."""
+        nobody = state.labels
+        started = super().first_state(state, engine, rng)
+        return started if self.init == "warm" else replace(started, labels=nobody)
 
     def ask(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:
         """All K models to everyone."""

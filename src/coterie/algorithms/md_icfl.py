@@ -136,6 +136,10 @@ class MDICFL(CenterMethod):
             counts[chunk.clients] = chunk.answer.counts.cpu()
         return replace(state, counts=counts)
 
+    def _without_clients(self, state: Any, engine: Engine) -> Any:
+        """Newcomers have told nothing yet."""
+        return replace(super()._without_clients(state, engine), counts=torch.empty(0, dtype=torch.int64))
+
     def personal(self, state: Any, clients: Tensor) -> Personal:
         """The center; under strong privacy scores are computed by the client, and losses stay with it."""
         return replace(super().personal(state, clients), private=self.privacy == "strong")
