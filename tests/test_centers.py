@@ -61,6 +61,55 @@ def state_of(method, engine, centers, labels, **more):
 TWO_PAIRS = [[0.0, 1.0], [0.0, 2.0], [8.0, 0.0], [8.0, 2.0], [8.0, 4.0]]
 
 
+def test_warm_start_begins_with_common_rounds():
+    """Everyone trains from one model, which becomes the sample-weighted mean; only then models are clustered."""
+    sent = []
+
+    def respond(step, client, model):
+        sent.append(model.tolist())
+        return {"params": model + client, "samples": 1 + client}  # weighted mean of 0, 1, 2: 4/3
+
+    engine = engine_of(respond, 3, round=0)
+    state = Nearest(num_clusters=2, warmup=2).start(engine.task, engine, RNG)
+    laps = [sent[i : i + 3] for i in range(0, 9, 3)]
+    assert len(sent) == 9
+    for lap, expected in enumerate([0.0, 4 / 3, 8 / 3]):
+        assert laps[lap] == [[pytest.approx(expected)] * 2] * 3
+    assert state.common.tolist() == [pytest.approx(8 / 3)] * 2
+    assert sorted(state.sketches[:, 0].tolist()) == pytest.approx([0.0, 1.0, 2.0])  # measured from the warm model
+
+
+def test_the_papers_start_is_not_warmed_up():
+    engine = engine_of(at_home(TWO_PAIRS), 5, round=0)
+    state = Nearest(num_clusters=2, init="paper", warmup=5).start(engine.task, engine, RNG)
+    assert engine.calls == []
+    assert state.common.tolist() == [0.0, 0.0]
+
+
+def test_a_repair_whose_leaving_half_does_not_answer_is_none():
+    """Nobody is there to make the freed center of: the round stays as it was, and nothing is recorded."""
+    calls = []
+
+    def respond(step, client, model):
+        calls.append(client)
+        if len(calls) > 6 and client in (4, 5):
+            raise TimeoutError("gone")
+        far = 1.0 if client in (4, 5) else 0.0
+        return {"params": model + torch.tensor([far, 0.01 * client]), "samples": 1}
+
+    method = Nearest(num_clusters=2)
+    engine = engine_of(respond, 6)
+    labels = torch.zeros(6, dtype=torch.int64)
+    state = method.state_type.common_start(
+        engine, 2, sketches=torch.zeros(6, 2), moved=torch.zeros(6, dtype=torch.bool)
+    )
+    state = replace(state, labels=labels, centers=torch.tensor([[0.0, 0.0], [50.0, 50.0]]))
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert len(calls) > 6  # a repair was tried
+    assert after.repairs == []
+    assert after.labels.tolist() == [0] * 6
+
+
 def test_warm_start_clusters_what_everyone_made_of_the_common_model():
     sent_to = {}
 
@@ -69,7 +118,7 @@ def test_warm_start_clusters_what_everyone_made_of_the_common_model():
         return at_home(TWO_PAIRS)(step, client, sent)
 
     engine = engine_of(respond, 5, round=0)
-    state = Nearest(num_clusters=2).start(engine.task, engine, RNG)
+    state = Nearest(num_clusters=2, warmup=0).start(engine.task, engine, RNG)
     assert engine.calls == [("train", [0, 1, 2, 3, 4])]
     assert sent_to == {client: [0.0, 0.0] for client in range(5)}
     a, b = int(state.labels[0]), int(state.labels[2])

@@ -5,13 +5,14 @@ A method says how far a client's model is from each center (`distances`); everyt
 **Start.** `warm`: a few rounds of plain federated averaging make ONE common model (`warmup`); every client trains
 once from it, and what comes back is clustered by k-means with restarts. From a model that knows its task already,
 updates tell the kinds of client apart; from random weights they tell first of all who holds which labels (rotated
-MNIST, alpha = 3: ARI of the first clustering 0.0 without, 1.0 after two rounds). `paper`: as the method's paper
+MNIST, alpha = 3: ARI of the first clustering 0.0 without, 1.0 after three rounds). `paper`: as the method's paper
 has it.
 
 **Guard.** After a round, an empty cluster, or two centers that are the same, are noticed and repaired: the
 cluster whose members pull apart most is split, by 2-means on sketches of their updates, and the freed center
-becomes the mean of one half. Every repair is recorded with round and reason. The guard sees what the server
-sees anyway (models, labels): neither true groups nor test data.
+becomes the mean of one half. And a client whose first model, begun at the same point as everyone's, is nearer by far
+to those of another cluster is moved there, once. Every repair is recorded with round and reason. The guard sees what
+the server sees anyway (models, labels): neither true groups nor test data.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from coterie.algorithm import Algorithm, ClusterState, num_clusters_setting
 from coterie.block import Task, train
-from coterie.clustering import CenterSums, Sketch, kmeans, sketch_of
+from coterie.clustering import CenterSums, Sketch, kmeans, sketch_of, squared_distances
 from coterie.engine import Chunk, Engine
 from coterie.local import SGD
 from coterie.randomness import Rng, uniform
@@ -33,6 +34,7 @@ from coterie.settings import setting
 
 _WIDTH = 1024  # of the sketches that are kept of each client
 _SAME = 0.05  # centers nearer than this share of a typical update are the same
+_SURELY = 0.7  # a client is moved only if another cluster is nearer by this factor (of the squared distance)
 _REST = 2  # rounds between two repairs, so that the first can take effect
 
 
@@ -213,8 +215,25 @@ class CenterMethod(Algorithm):
         return self.second_opinion(mend(self, state, after, engine, watch, rng), engine) if self.guard else after
 
     def second_opinion(self, state: Any, engine: Engine) -> Any:
-        """What else a method's guard may mend after a round."""
-        return state
+        """Move clients that were put wrong at the start, and that stay there because they train from there.
+
+        Judged by their first models, which all began at the same point. A client that has changed its cluster by
+        itself is left alone: it may have become another kind since.
+        """
+        if len(state.sketches) != len(state.labels) or not self.starts_from_common:
+            return state
+        known = (state.labels >= 0) & ~state.moved & (state.sketches != 0).any(1).cpu()
+        distances = first_model_distances(state.sketches, state)  # [N, K]
+        own = distances.gather(1, state.labels.clamp_min(0).to(distances.device).unsqueeze(1))[:, 0]
+        best = distances.min(1)
+        wrong = known & (best.values < _SURELY * own).cpu()
+        if engine.round % 2 or not bool(wrong.any()):
+            return state
+        labels = torch.where(wrong, best.indices.cpu(), state.labels)
+        count = int(wrong.sum())
+        reason = f"{count} client(s) were nearer to another cluster by their first models, and moved there"
+        repair = {"round": engine.round, "cluster": None, "reason": reason}
+        return replace(state, labels=labels, repairs=[*state.repairs, repair], calm_rounds=0)
 
     starts_from_common: ClassVar[bool] = True  # whether a client met for the first time trains from the common start
 
@@ -283,6 +302,26 @@ def random_start(method: CenterMethod, state: Any, engine: Engine, rng: Rng) -> 
     centers = torch.stack(drawn).to(engine.device, engine.dtype)
     state = replace(state, centers=centers, labels=labels)
     return method.met(state, engine, engine.everyone(), rng.at("met"))
+
+
+def nearest_by_first_models(update: Tensor, state: Any) -> Tensor:
+    """The cluster whose members' first models are nearest: sketches [c, D] -> labels [c].
+
+    Newcomers trained from the common start, as those did; the centers have moved on since.
+    """
+    return first_model_distances(update, state).argmin(1)
+
+
+def first_model_distances(update: Tensor, state: Any) -> Tensor:
+    """Squared distances of sketched first models [c, D] to the means of each cluster's: [c, K]."""
+    known = state.first_labels if len(state.first_labels) else state.labels
+    labels = known[: len(state.sketches)].to(update.device)
+    member = torch.nn.functional.one_hot(labels.clamp_min(0), state.num_clusters).to(update.dtype)
+    member = member * ((labels >= 0) & (state.sketches != 0).any(1)).to(update.dtype).unsqueeze(1)
+    counts = member.sum(0)
+    means = member.T @ state.sketches / counts.clamp_min(1).unsqueeze(1)
+    distances = squared_distances(update, means)
+    return torch.where(counts > 0, distances, torch.inf)
 
 
 # ---- the guard ----

@@ -28,7 +28,7 @@ def started(method: FeSEM, respond=go_home, clients: int = 5):
 
 
 def test_start_is_k_means_of_models_from_one_start():
-    engine, state = started(FeSEM(num_clusters=2))
+    engine, state = started(FeSEM(num_clusters=2, init="paper"))
     assert engine.calls == [("train", [0, 1, 2, 3, 4])]
     a, b = int(state.labels[0]), int(state.labels[2])
     assert state.labels.tolist() == [a, a, b, b, b]
@@ -39,7 +39,7 @@ def test_start_is_k_means_of_models_from_one_start():
 
 
 def test_start_counts_as_round_zero():
-    engine, _ = started(FeSEM(num_clusters=2))
+    engine, _ = started(FeSEM(num_clusters=2, warmup=0))
     totals = engine.ledger.totals()
     assert (totals["down"], totals["up"]) == (0, 0)
     assert totals["start"] == {"down": 5 * 8, "up": 5 * 8, "scalars": 5 * 8}
@@ -72,11 +72,13 @@ def test_round_with_a_cohort_averages_the_cohort():
 
 def test_cosine_looks_at_the_direction_of_the_update():
     turned = torch.tensor([[1.0, 0.1], [9.0, 1.0], [0.1, 1.0], [1.0, 9.0], [0.0, 5.0]])
-    _, state = started(FeSEM(num_clusters=2, distance="cosine"), lambda s, c, m: {"params": turned[c], "samples": 1})
+    _, state = started(
+        FeSEM(num_clusters=2, distance="cosine", warmup=0), lambda s, c, m: {"params": turned[c], "samples": 1}
+    )
     a, b = int(state.labels[0]), int(state.labels[2])
     assert a != b
     assert state.labels.tolist() == [a, a, b, b, b]
-    _, by_l2 = started(FeSEM(num_clusters=2), lambda s, c, m: {"params": turned[c], "samples": 1})
+    _, by_l2 = started(FeSEM(num_clusters=2, warmup=0), lambda s, c, m: {"params": turned[c], "samples": 1})
     assert by_l2.labels[0] != by_l2.labels[1]
 
 
@@ -101,6 +103,7 @@ def test_head_looks_at_the_last_layer_only():
 def test_newcomers_start_from_the_common_model_and_do_not_move_centers():
     method = FeSEM(num_clusters=2)
     engine, state = started(method)
+    assert state.common.abs().sum() > 0  # warmed up
     sent_to = {}
 
     def respond(step, client, sent):
@@ -110,7 +113,7 @@ def test_newcomers_start_from_the_common_model_and_do_not_move_centers():
     late = MockEngine(respond, num_clients=5)
     moved = replace(state, labels=state.labels.clone().index_fill(0, torch.tensor([3]), -1), centers=state.centers + 7)
     after = method.round(moved, late, torch.tensor([2, 3]), Rng.seed(0))
-    assert sent_to[3] == [0.0, 0.0]
+    assert sent_to[3] == state.common.tolist()
     assert sent_to[2] == moved.centers[int(state.labels[2])].tolist()
     assert after.labels[3] == state.labels[2]
     # Client 3 has joined, but only client 2 moved its center.
@@ -150,7 +153,7 @@ def test_sketched_start_finds_the_same_clusters():
     """Where the local models do not fit: sketches for k-means, a second pass for the centers."""
     federation = ragged_federation(20, shape=(1, 12, 12), samples=40)
     work = SGD(lr=0.2, epochs=3, batch_size=10)
-    method = FeSEM(num_clusters=2)
+    method = FeSEM(num_clusters=2, warmup=0)
     small = setup_of(method, federation, model_settings={"hidden": 500}, work=work)
     held, sketched = trainer_of(small), trainer_of(small)
     sketched.engine.memory_budget = lambda: 1
@@ -167,7 +170,9 @@ def test_traffic_is_that_of_fedavg_and_the_start():
     one = finished(setup_of(FedAvg())).engine.ledger.totals()
     many = finished(setup_of(FeSEM(num_clusters=3))).engine.ledger.totals()
     assert (many["down"], many["up"]) == (one["down"], one["up"])
-    assert many["start"]["down"] == one["down"] // 3
+    assert many["start"]["down"] == 4 * one["down"] // 3  # three rounds of warm-up, and the models that are clustered
+    bare = finished(setup_of(FeSEM(num_clusters=3, warmup=0))).engine.ledger.totals()
+    assert bare["start"]["down"] == one["down"] // 3
     assert one["start"]["down"] == 0
 
 

@@ -96,7 +96,9 @@ def test_what_a_client_has_decides():
 def test_weak_and_strong_privacy_give_the_same_run(sampler, init, participation):
     made = []
     for privacy in ("weak", "strong"):
-        method = MDICFL(num_clusters=3, iterations=5, pseudo_samples=3, sampler=sampler, privacy=privacy, init=init)
+        method = MDICFL(
+            num_clusters=3, iterations=5, pseudo_samples=3, sampler=sampler, privacy=privacy, init=init, warmup=0
+        )
         made.append(finished(setup_of(method, schedule=Schedule(rounds=4, participation=participation))))
     weak, strong = made
     assert_same(outcome(weak)["labels"], outcome(strong)["labels"])
@@ -170,7 +172,7 @@ def test_models_are_not_weighted_by_what_clients_do_not_tell():
 
 def test_traffic_is_that_of_fedavg_and_the_start():
     one = finished(setup_of(FedAvg())).engine.ledger.totals()
-    many = finished(setup_of(MDICFL(**SMALL))).engine.ledger.totals()
+    many = finished(setup_of(MDICFL(**SMALL, warmup=0))).engine.ledger.totals()
     assert (many["down"], many["up"]) == (one["down"], one["up"])
     # Once more at the start, and 3 label counts of 8 bytes from each of 9 clients.
     assert many["start"]["down"] == one["down"] // 3
@@ -179,7 +181,7 @@ def test_traffic_is_that_of_fedavg_and_the_start():
 
 def test_strong_privacy_costs_a_small_table_each_round():
     one = finished(setup_of(FedAvg())).engine.ledger.totals()
-    many = finished(setup_of(MDICFL(**SMALL, privacy="strong"))).engine.ledger.totals()
+    many = finished(setup_of(MDICFL(**SMALL, privacy="strong", warmup=0))).engine.ledger.totals()
     assert many["up"] == one["up"]
     assert many["down"] - one["down"] == 3 * 9 * 2 * 3 * 8  # rounds, clients, K, L, bytes
     assert many["scalars"] == 3 * 9 * 8  # the choice

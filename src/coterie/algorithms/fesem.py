@@ -24,14 +24,12 @@ from torch import Tensor
 
 from coterie.algorithm import register
 from coterie.block import Answer, Block, Models, Task, client_step
-from coterie.centers import CenterMethod, CenterState, random_start
+from coterie.centers import CenterMethod, CenterState, nearest_by_first_models, random_start
 from coterie.clustering import cosine_distances, squared_distances
 from coterie.engine import Chunk, Engine
 from coterie.local import SGD, Proximal
 from coterie.randomness import Rng
 from coterie.settings import setting
-
-_SURELY = 0.7  # a client is moved only if another cluster is nearer by this factor (of the squared distance)
 
 
 @client_step
@@ -107,27 +105,6 @@ class FeSEM(CenterMethod):
         work = super().work(engine)
         return Proximal.of(work, self.prox) if self.prox else work
 
-    def second_opinion(self, state: Any, engine: Engine) -> Any:
-        """Move clients that were put wrong at the start, and that L2 leaves there because they train from there.
-
-        Judged by their first models, which all began at the same point. A client that has changed its cluster by
-        itself is left alone: it may have become another kind since.
-        """
-        if len(state.sketches) != len(state.labels):
-            return state
-        known = (state.labels >= 0) & ~state.moved & (state.sketches != 0).any(1).cpu()
-        distances = first_model_distances(state.sketches, state)  # [N, K]
-        own = distances.gather(1, state.labels.clamp_min(0).to(distances.device).unsqueeze(1))[:, 0]
-        best = distances.min(1)
-        wrong = known & (best.values < _SURELY * own).cpu()
-        if engine.round % 2 or not bool(wrong.any()):
-            return state
-        labels = torch.where(wrong, best.indices.cpu(), state.labels)
-        count = int(wrong.sum())
-        reason = f"{count} client(s) were nearer to another cluster by their first models, and moved there"
-        repair = {"round": engine.round, "cluster": None, "reason": reason}
-        return replace(state, labels=labels, repairs=[*state.repairs, repair], calm_rounds=0)
-
     def should_stop(self, state: CenterState) -> bool:
         """No label changed and centers hardly moved, several rounds in a row."""
         return self.tolerance > 0 and state.calm_rounds >= self.patience
@@ -139,23 +116,3 @@ class FeSEM(CenterMethod):
 
     def _columns(self, task: Task) -> slice:
         return task.layout.head if self.layers == "head" else slice(0, task.layout.num_parameters)
-
-
-def nearest_by_first_models(update: Tensor, state: Any) -> Tensor:
-    """The cluster whose members' first models are nearest: sketches [c, D] -> labels [c].
-
-    Newcomers trained from the common start, as those did; the centers have moved on since.
-    """
-    return first_model_distances(update, state).argmin(1)
-
-
-def first_model_distances(update: Tensor, state: Any) -> Tensor:
-    """Squared distances of sketched first models [c, D] to the means of each cluster's: [c, K]."""
-    known = state.first_labels if len(state.first_labels) else state.labels
-    labels = known[: len(state.sketches)].to(update.device)
-    member = torch.nn.functional.one_hot(labels.clamp_min(0), state.num_clusters).to(update.dtype)
-    member = member * ((labels >= 0) & (state.sketches != 0).any(1)).to(update.dtype).unsqueeze(1)
-    counts = member.sum(0)
-    means = member.T @ state.sketches / counts.clamp_min(1).unsqueeze(1)
-    distances = squared_distances(update, means)
-    return torch.where(counts > 0, distances, torch.inf)
