@@ -51,7 +51,7 @@ def test_the_smallest_change_and_the_order_of_entries_tell():
 def test_one_model_each():
     ledger = Ledger()
     send(ledger, table(1, 2), [0, 1, 0])
-    assert ledger.entries == {"round/train": {"down": 3 * 24, "up": 0, "scalars": 0, "messages": 3}}
+    assert ledger.entries == {"round/train": {"down": 3 * 24, "up": 0, "scalars": 0, "messages": 3, "gradients": 0}}
 
 
 def test_several_models_each():
@@ -106,7 +106,7 @@ def test_clients_may_join_within_a_round():
 def test_no_model_is_no_bytes():
     ledger = Ledger()
     send(ledger, None, None, clients=[0, 1])
-    assert ledger.entries["round/train"] == {"down": 0, "up": 0, "scalars": 0, "messages": 2}
+    assert ledger.entries["round/train"] == {"down": 0, "up": 0, "scalars": 0, "messages": 2, "gradients": 0}
 
 
 def test_payload_for_all_and_for_each():
@@ -131,7 +131,7 @@ def test_answers_in_chunks():
     ledger = Ledger()
     ledger.record_up("round", "m:train", [torch.zeros(2, P), torch.zeros(2, dtype=torch.int64)])
     ledger.record_up("round", "m:train", [torch.zeros(1, P), torch.zeros(1, dtype=torch.int64)])
-    assert ledger.entries["round/train"] == {"down": 0, "up": 3 * 24, "scalars": 3 * 8, "messages": 0}
+    assert ledger.entries["round/train"] == {"down": 0, "up": 3 * 24, "scalars": 3 * 8, "messages": 0, "gradients": 0}
 
 
 def test_totals_are_those_of_rounds_with_start_and_evaluation_apart():
@@ -150,10 +150,11 @@ def test_totals_are_those_of_rounds_with_start_and_evaluation_apart():
         "start": {"down": 48, "up": 0, "scalars": 0},
         "repair": {"down": 0, "up": 0, "scalars": 0},
         "evaluate": {"down": 96, "up": 0, "scalars": 16},
+        "gradients": {"start": 0, "round": 0, "repair": 0, "evaluate": 0},
         "by_step": {
-            "evaluate/evaluate": {"down": 96, "up": 0, "scalars": 16, "messages": 4},
-            "round/train": {"down": 96, "up": 96, "scalars": 16, "messages": 4},
-            "start/look": {"down": 48, "up": 0, "scalars": 0, "messages": 2},
+            "evaluate/evaluate": {"down": 96, "up": 0, "scalars": 16, "messages": 4, "gradients": 0},
+            "round/train": {"down": 96, "up": 96, "scalars": 16, "messages": 4, "gradients": 0},
+            "start/look": {"down": 48, "up": 0, "scalars": 0, "messages": 2, "gradients": 0},
         },
     }
 
@@ -167,7 +168,14 @@ def test_totals_are_a_copy():
 
 def test_an_empty_ledger():
     nothing = {"down": 0, "up": 0, "scalars": 0}
-    assert Ledger().totals() == {**nothing, "start": nothing, "repair": nothing, "evaluate": nothing, "by_step": {}}
+    assert Ledger().totals() == {
+        **nothing,
+        "start": nothing,
+        "repair": nothing,
+        "evaluate": nothing,
+        "gradients": {"start": 0, "round": 0, "repair": 0, "evaluate": 0},
+        "by_step": {},
+    }
 
 
 @pytest.mark.parametrize("clusters", [1, 2, 5])
@@ -183,3 +191,11 @@ def test_k_models_down_and_one_up_cost_one_plus_k_halves_of_one_each_way(cluster
     one = total(table(1), [0] * 4)
     many = total(table(*range(clusters)) * 10, [list(range(clusters))] * 4)
     assert many / one == (1 + clusters) / 2
+
+
+def test_work_of_clients_is_counted_by_phase():
+    ledger = Ledger()
+    ledger.record_work("start", "m:train", 30)
+    ledger.record_work("round", "m:train", 10)
+    ledger.record_work("round", "m:other", 5)
+    assert ledger.totals()["gradients"] == {"start": 30, "round": 15, "repair": 0, "evaluate": 0}

@@ -101,6 +101,7 @@ class Algorithm(abc.ABC):
     key: ClassVar[str]
     paper: ClassVar[str] = ""
     state_type: ClassVar[type[ClusterState]] = ClusterState
+    needs_validation: ClassVar[bool] = False  # whether clients judge models on validation samples
 
     @abc.abstractmethod
     def start(self, task: Task, engine: Engine, rng: Rng) -> Any:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from coterie.newcomers import Newcomers, like_the_run, meet, split_unseen
 from coterie.randomness import Rng
 from coterie.runs import RunFolder
 from coterie.settings import check, values_of
-from coterie.train import Observer, Row, Schedule, Trainer
+from coterie.train import Observer, Row, Schedule, Trainer, attack_of
 
 
 class Result:
@@ -178,6 +178,9 @@ def run(
     participation: float = 1.0,
     unseen: float = 0.0,
     dropout: float = 0.0,
+    attack: Literal["none", "sign_flip", "gaussian", "label_flip"] = "none",
+    attackers: float = 0.2,
+    corrupt: float = 0.0,
     loss: str | Loss = "cross_entropy",
     engine: str = "vectorized",
     device: str = "auto",
@@ -193,7 +196,8 @@ def run(
     `data` is a federation or the name of a dataset, `model` a name or a callable that makes an nn.Module;
     a named dataset brings the model and the work that suit it. With `out` the run is kept in a folder there.
     A share `unseen` of the clients takes part in no round and is met at the end; `dropout` is the share of a
-    cohort that fails to answer.
+    cohort that fails to answer. `attack` makes a share `attackers` of the clients do harm, and `corrupt` is the share
+    of answers that arrive as NaN: see `coterie.attacks`.
 
     >>> result = run("fesem", "rotated-digits", rounds=3, seed=1)
     >>> result.summary["ari"], result.centers.shape[0]
@@ -201,7 +205,9 @@ def run(
     >>> result.personal_model("r090-000")(torch.zeros(1, 1, 8, 8)).shape
     torch.Size([1, 10])
     """
-    schedule = Schedule(rounds, participation, seed, evaluate_every, checkpoint_every, unseen, dropout)
+    schedule = Schedule(
+        rounds, participation, seed, evaluate_every, checkpoint_every, unseen, dropout, attack, attackers, corrupt
+    )
     check(schedule)
     chosen = find_algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
     if isinstance(data, str):
@@ -368,6 +374,7 @@ def _train(
                 raise RunError(f"The data of {folder.path} has changed since the run began; it cannot be resumed.")
             chosen = {k: v for k, v in before["plan"].items() if k in ("chunk", "memory", "precision")}
     federation, held_out = split_unseen(setup.federation, setup.schedule.unseen, setup.schedule.seed)
+    federation = attack_of(federation.keys, setup.schedule).on_data(federation)
     engine = make_engine(setup.engine, setup.task(), federation, setup.device, chosen | setup.engine_settings)
     trainer = Trainer(setup.algorithm, engine, federation, setup.schedule, folder, observer, should_stop)
     if folder is not None:
@@ -429,6 +436,7 @@ def open_run(path: str | Path) -> Result:
     if checkpoint is None or checkpoint.round != summary["rounds"]:
         raise CheckpointError(" ".join([f"The last checkpoint of {path} is not there whole.", *problems[:1]]))
     federation, held_out = split_unseen(setup.federation, setup.schedule.unseen, setup.schedule.seed)
+    federation = attack_of(federation.keys, setup.schedule).on_data(federation)
     settings = {"precision": before["plan"]["precision"]} | setup.engine_settings
     engine = make_engine(setup.engine, setup.task(), federation, setup.device, settings)
     trainer = Trainer(setup.algorithm, engine, federation, setup.schedule, folder)

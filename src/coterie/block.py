@@ -164,6 +164,7 @@ class Block:
         self._keys = rng.keys(data.federation.keys[clients].to(data.device))  # [c]
         self._at_once = samples_at_once
         self._view = data.federation.view_of(clients)  # [c]
+        self.gradients = 0  # gradients of single samples that were computed, for the ledger
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -190,6 +191,7 @@ class Block:
         `extras` are per-client tensors [c, ...] that the work knows (`prox`).
         """
         plan = _BatchPlan(self._sizes("train"), work)
+        self.gradients += plan.num_samples * work.gradients
         order = plan.order.to(start.device)
         layout = self.task.layout
         begun = start[order]
@@ -350,6 +352,8 @@ class _BatchPlan:
         self.steps = steps[self.order]
         self.batch = batch[self.order]
         self.num_steps = int(self.steps.max())
+        last = torch.minimum(self.steps % self.per_epoch * self.batch, self.sizes)
+        self.num_samples = int((self.steps // self.per_epoch * self.sizes + last).sum())  # of all clients and steps
 
     def active(self, step: int) -> int:
         """Number of clients that still work at this step; they come first in the order."""

@@ -19,14 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from coterie.algorithm import Algorithm, ClusterState, num_clusters_setting
+from coterie.algorithm import ClusterState, num_clusters_setting
+from coterie.averaging import Average, Averaging
 from coterie.block import Task, train
-from coterie.clustering import CenterSums, Sketch, kmeans, sketch_of, squared_distances
+from coterie.clustering import KMeans, Sketch, kmeans, sketch_of, squared_distances
 from coterie.engine import Chunk, Engine
 from coterie.local import SGD
 from coterie.randomness import Rng, uniform
@@ -49,20 +50,8 @@ class CenterState(ClusterState):
     first_labels: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # see _without_clients
 
 
-class Average(Protocol):
-    """How the members of a cluster become its center."""
-
-    def add(self, rows: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Take in models [c, P] of clusters [c]."""
-        ...
-
-    def means(self, keep: Tensor) -> Tensor:
-        """The centers [K, P]; a cluster without members keeps its row of `keep`."""
-        ...
-
-
 @dataclass(frozen=True)
-class CenterMethod(Algorithm):
+class CenterMethod(Averaging):
     """K centers; each client trains from its own, is assigned, and is averaged into the one it is assigned to."""
 
     state_type: ClassVar[type[ClusterState]] = CenterState
@@ -94,7 +83,7 @@ class CenterMethod(Algorithm):
 
     def average(self, state: Any, engine: Engine) -> Average:
         """How members become a center."""
-        return CenterSums(self.num_clusters, like=state.centers)
+        return self.mean_of(self.num_clusters, engine, like=state.centers)
 
     def ask(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:
         """Let clients train: each from its center, or from the common start if it was not met yet."""
@@ -154,16 +143,21 @@ class CenterMethod(Algorithm):
             return random_start(self, state, engine, rng)
         clients, weights = torch.cat(who), torch.cat(samples)
         clusters = min(self.num_clusters, len(clients))
-        found = kmeans(torch.cat(rows), clusters, rng.at("k-means"), engine.keys[clients], self.restarts).labels
+        trim = int(self.trimmed * len(clients))
+        keys = engine.keys[clients]
+        found = kmeans(torch.cat(rows), clusters, rng.at("k-means"), keys, self.restarts, trim=trim)
+        found = with_outliers_dealt(found, torch.cat(rows), keys) if trim else found
         labels = state.labels.clone()
-        labels[clients] = found
+        labels[clients] = found.labels
+        counts = torch.zeros(engine.num_clients, dtype=torch.float64)  # outliers move no center
+        counts[clients] = (~found.outliers).double() * (weights.cpu() if self.weighting == "samples" else 1)
         average = self.average(state, engine)
         if fits:
-            average.add(torch.cat(kept), found, self._weights(weights))
+            average.add(torch.cat(kept), found.labels, counts[clients])
         else:
             # A second, identical pass: randomness is a hash, so the same models come back.
             for chunk in self.train_from(state, engine, clients, _common(clients, self), rng.at("start")):
-                average.add(chunk.answer.params, labels[chunk.clients], self._weights(_samples_of(chunk)))
+                average.add(chunk.answer.params, labels[chunk.clients], counts[chunk.clients])
         centers = average.means(keep=state.centers)
         state = replace(state, centers=centers, labels=labels, mean_samples=float(weights.double().mean()))
         return self.met(state, engine, clients, rng.at("met"))
@@ -172,7 +166,7 @@ class CenterMethod(Algorithm):
         """The state whose common start is the mean model after `warmup` rounds of plain averaging."""
         everyone = engine.everyone()
         for lap in range(self.warmup if self.init == "warm" else 0):
-            mean = CenterSums(1, like=state.centers[:1])
+            mean = self.mean_of(1, engine, like=state.centers)
             for chunk in self.train_from(state, engine, everyone, _common(everyone, self), rng.at(lap)):
                 mean.add(chunk.answer.params, torch.zeros(len(chunk.clients), dtype=torch.int64), _samples_of(chunk))
             state = replace(state, common=mean.means(keep=state.common.unsqueeze(0))[0])
@@ -277,6 +271,22 @@ class CenterMethod(Algorithm):
         """The state with another engine's clients, all unknown; what is known of the run's own clients stays."""
         unknown = torch.full((engine.num_clients,), -1, dtype=torch.int64)
         return replace(state, labels=unknown, first_labels=state.labels)
+
+
+def with_outliers_dealt(found: KMeans, rows: Tensor, keys: Tensor) -> KMeans:
+    """The clustering with those outliers that are near to no cluster dealt out evenly.
+
+    What is near to no cluster may be an attacker. All of them are about as far from every center, and one center is
+    always the nearest by a little: there they would be too many for a robust mean.
+    """
+    outliers = found.outliers.nonzero().flatten()
+    if len(found.centers) < 2:
+        return found
+    least = squared_distances(rows[outliers.to(rows.device)], found.centers).topk(2, dim=1, largest=False).values
+    lost = outliers[(least[:, 0] > _SURELY * least[:, 1]).cpu()]
+    labels = found.labels.clone()
+    labels[lost[keys[lost].argsort()]] = torch.arange(len(lost)) % len(found.centers)
+    return replace(found, labels=labels)
 
 
 def rows_of(labels: Tensor, num_clusters: int) -> Tensor:

@@ -68,48 +68,70 @@ class KMeans:
 
     labels: Tensor  # int64 [N]
     centers: Tensor  # [K, D]
-    inertia: float  # sum of squared distances to the own center
+    inertia: float  # sum of squared distances to the own center, outliers aside
+    outliers: Tensor  # bool [N]: rows that were left out of the centers; they have the nearest center's label
 
 
 def kmeans(
-    rows: Tensor, num_clusters: int, rng: Rng, keys: Tensor, restarts: int = 20, iterations: int = 100
+    rows: Tensor,
+    num_clusters: int,
+    rng: Rng,
+    keys: Tensor,
+    restarts: int = 20,
+    iterations: int = 100,
+    trim: int = 0,
 ) -> KMeans:
     """Lloyd's k-means from several k-means++ starts, all at once; the one with the least inertia is kept.
 
-    `keys` [N] name the rows: seeding is a race between them, so that the order of rows does not matter.
+    `keys` [N] name the rows: seeding is a race between them, so that the order of rows does not matter. With `trim`,
+    the so many rows that are farthest from their centers do not move them (trimmed k-means, Cuesta-Albertos et al.
+    1997), and the so many farthest from the seeds so far are no seeds: k-means++ likes outliers.
     """
+    trim = min(trim, len(rows) - num_clusters)
     mean = rows.mean(0)
     x = rows - mean  # [N, D]; distances by matrix products need rows near zero
     x = x.double() if x.numel() <= 1 << 24 else x
     keys = keys.to(rows.device)
-    centers = torch.stack([_seeds(x, num_clusters, rng.at("restart", r), keys) for r in range(restarts)])  # [R, K, D]
+    starts = [_seeds(x, num_clusters, rng.at("restart", r), keys, trim) for r in range(restarts)]
+    centers = torch.stack(starts)  # [R, K, D]
     norms = x.square().sum(1)  # [N]
     labels = torch.full((restarts, len(x)), -1, device=x.device)
+    kept = torch.ones(restarts, len(x), dtype=torch.bool, device=x.device)
     for _ in range(iterations):
         distances = norms - 2 * centers @ x.T + centers.square().sum(2, keepdim=True)  # [R, K, N]
-        nearest = distances.argmin(1)
-        if bool((nearest == labels).all()):
+        least, nearest = distances.min(1)
+        inside = kept if trim <= 0 else _without_farthest(least, trim)
+        if bool((nearest == labels).all()) and bool((inside == kept).all()):
             break
-        labels = nearest
+        labels, kept = nearest, inside
         members = torch.nn.functional.one_hot(labels, num_clusters).to(x.dtype).transpose(1, 2)  # [R, K, N]
+        members = members * kept.unsqueeze(1)
         counts = members.sum(2, keepdim=True)
         centers = torch.where(counts > 0, members @ x / counts.clamp_min(1), centers)
         _revive(centers, counts, x, distances, labels)
     # One restart after the other: all at once would take R times the memory of the rows.
-    inertia = torch.stack([(x - centers[r][labels[r]]).square().sum() for r in range(restarts)])  # [R]
+    inertia = torch.stack([(x - centers[r][labels[r]])[kept[r]].square().sum() for r in range(restarts)])  # [R]
     # The first of those that are equal but for rounding, so that rounding does not name the clusters.
     best = int((inertia <= inertia.min() * (1 + 1e-9) + 1e-300).nonzero()[0])
-    return KMeans(labels[best].cpu(), (centers[best] + mean).to(rows.dtype), float(inertia[best]))
+    found = (centers[best] + mean).to(rows.dtype)
+    return KMeans(labels[best].cpu(), found, float(inertia[best]), ~kept[best].cpu())
 
 
-def _seeds(x: Tensor, num_clusters: int, rng: Rng, keys: Tensor) -> Tensor:
+def _without_farthest(distances: Tensor, count: int) -> Tensor:
+    """All rows [R, N] but the `count` with the largest distances."""
+    kept = torch.ones_like(distances, dtype=torch.bool)
+    return kept.scatter_(1, distances.topk(count, dim=1).indices, False)
+
+
+def _seeds(x: Tensor, num_clusters: int, rng: Rng, keys: Tensor, trim: int = 0) -> Tensor:
     """k-means++ (Arthur and Vassilvitskii 2007): far rows are more likely to be the next seed. [K, D]"""
     first = race(rng.at(0), keys, torch.ones(len(x), device=x.device))
     chosen = [int(first)]
     nearest = (x - x[chosen[0]]).square().sum(1)
     for k in range(1, num_clusters):
+        weights = nearest if trim <= 0 else nearest * _without_farthest(nearest.unsqueeze(0), trim)[0]
         # Where all rows coincide with seeds, any of them will do.
-        weights = nearest if float(nearest.sum()) > 0 else torch.ones_like(nearest)
+        weights = weights if float(weights.sum()) > 0 else torch.ones_like(nearest)
         chosen.append(int(race(rng.at(k), keys, weights)))
         nearest = torch.minimum(nearest, (x - x[chosen[-1]]).square().sum(1))
     return x[chosen]

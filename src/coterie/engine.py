@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.attacks import Attack
 from coterie.block import Answer, ClientStep, Task
 from coterie.errors import ConfigError
 from coterie.ledger import Ledger, Phase
@@ -22,6 +23,8 @@ from coterie.local import SGD
 from coterie.network import Network
 from coterie.pseudo import Forward
 from coterie.randomness import Rng, uniform
+
+_LARGE = 100.0  # times the length of the model that was sent: longer answers are refused
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Engine(abc.ABC):
         self.reserved: tuple[Tensor, Tensor] | None = None  # the server's own samples: inputs, labels
         self.dropout = 0.0  # simulated: the probability that a client does not answer a call
         self.dropout_rng = Rng.seed(0)
+        self.attack: Attack | None = None  # simulated: who sends what it should not
         self.client_seconds = 0.0  # time spent on clients' work so far; the rest of a round is the server's
 
     @property
@@ -156,6 +160,17 @@ class Engine(abc.ABC):
                 f"{what} needs {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free on {self.device}; "
                 "use fewer clients or a smaller model."
             )
+
+
+def too_large(learned: Tensor, sent: Tensor | None) -> Tensor:
+    """Which of the models or gradients [c, P] are so large that they can only be wrong, bool [c].
+
+    `sent` [c] is the length of the model that the client was sent. Each is judged by itself, so that the verdict does
+    not hang on who else is in the chunk.
+    """
+    length = torch.linalg.vector_norm(learned, dim=1)
+    limit = _LARGE * (1 + (torch.zeros_like(length) if sent is None else sent.to(length)))
+    return torch.gt(length, limit)
 
 
 def available_memory(device: torch.device) -> int:

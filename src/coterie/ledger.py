@@ -4,13 +4,15 @@ Models and arrays are counted as they would travel: each distinct model once per
 are told apart by content). Single numbers per client (a sample count, a chosen label) are counted apart as
 `scalars`, so that the cost of models compares exactly between methods. Phases are kept apart:
 `start` (before the first round), `round`, `repair` (what the guard asked for on top), and `evaluate`.
+
+Beside bytes, the work of the clients: how many gradients of single samples they have computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -33,7 +35,7 @@ def fingerprints(table: Tensor) -> list[int]:
 class Ledger:
     """Bytes by phase and step, summed over clients and rounds."""
 
-    entries: dict[str, dict[str, int]] = field(default_factory=dict)  # "phase/step" -> down, up, scalars, messages
+    entries: dict[str, dict[str, int]] = field(default_factory=dict)  # "phase/step" -> down, up, scalars, ...
     _seen: dict[tuple[Phase, int], NDArray[np.bool_]] = field(default_factory=dict, repr=False)
 
     def begin_round(self) -> None:
@@ -70,13 +72,19 @@ class Ledger:
         for tensor in answers:
             entry["scalars" if tensor.dim() == 1 else "up"] += tensor.numel() * tensor.element_size()
 
+    def record_work(self, phase: Phase, step: str, gradients: int) -> None:
+        """What clients computed: gradients of single samples."""
+        self._entry(phase, step)["gradients"] += gradients
+
     def _entry(self, phase: Phase, step: str) -> dict[str, int]:
         name = f"{phase}/{step.rpartition(':')[2]}"
-        return self.entries.setdefault(name, {"down": 0, "up": 0, "scalars": 0, "messages": 0})
+        return self.entries.setdefault(name, {"down": 0, "up": 0, "scalars": 0, "messages": 0, "gradients": 0})
 
     def _new_models(
         self, phase: Phase, clients: NDArray[np.int64], population: int, models: Tensor, refs: Tensor
     ) -> int:
+        if not len(clients):
+            return 0
         prints = fingerprints(models)
         wanted = refs.cpu().numpy().reshape(len(clients), -1)  # [C, m]
         count = 0
@@ -98,4 +106,12 @@ class Ledger:
             for key in ("down", "up", "scalars"):
                 phases[name.partition("/")[0]][key] += entry[key]
         rounds = phases.pop("round")
-        return {**rounds, **phases, "by_step": {name: dict(entry) for name, entry in sorted(self.entries.items())}}
+        work = dict.fromkeys(names, 0)
+        for name, entry in self.entries.items():
+            work[cast(Phase, name.partition("/")[0])] += entry["gradients"]
+        return {
+            **rounds,
+            **phases,
+            "gradients": work,
+            "by_step": {name: dict(entry) for name, entry in sorted(self.entries.items())},
+        }

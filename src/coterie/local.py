@@ -27,6 +27,7 @@ class SGD:
 
     key: ClassVar[str] = "sgd"
     streams: ClassVar[int] = 1  # independent sequences of batches that a step draws from
+    gradients: ClassVar[int] = 1  # gradients that a step takes
     anchored: ClassVar[bool] = False  # whether a step looks back at where the call started
 
     lr: float = setting(0.1, "step size", gt=0)
@@ -86,6 +87,28 @@ class Proximal(SGD):
 
 
 @dataclass(frozen=True)
+class Corrected(Proximal):
+    """As Proximal, along a gradient that is corrected by `extras["correction"]` [c, parameters] (FedDANE)."""
+
+    key: ClassVar[str] = "corrected"
+
+    @classmethod
+    def of(cls, work: SGD, prox: float) -> Corrected:
+        """That work with a correction and a proximal term."""
+        return cls(**{**values_with_none(work), "prox": prox})
+
+    def direction(self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]) -> Stack:
+        """Gradient + prox * (w - start) + correction."""
+        found = super().direction(gradient, params, anchor, extras)
+        correction = extras.get("correction")
+        if correction is not None:
+            parts = correction.split([grad[0].numel() for grad in found], dim=1)
+            for grad, part in zip(found, parts, strict=True):
+                grad.add_(part.reshape(grad.shape))
+        return found
+
+
+@dataclass(frozen=True)
 class FirstOrderMAML(SGD):
     """Steps that make the model good after adapting (Per-FedAvg FO; FedDSMIC, Eq. 15-16).
 
@@ -95,6 +118,7 @@ class FirstOrderMAML(SGD):
 
     key: ClassVar[str] = "maml"
     streams: ClassVar[int] = 2
+    gradients: ClassVar[int] = 2
 
     inner_lr: float = setting(0.01, "step size of the adaptation (eta)", gt=0)
 
@@ -110,7 +134,35 @@ class FirstOrderMAML(SGD):
         return gradient(adapted, 1)
 
 
-WORK: dict[str, type[SGD]] = {SGD.key: SGD, Proximal.key: Proximal, FirstOrderMAML.key: FirstOrderMAML}
+@dataclass(frozen=True)
+class HessianFreeMAML(FirstOrderMAML):
+    """As FirstOrderMAML, with the second derivatives as a difference of gradients (Per-FedAvg HF).
+
+    With v the gradient at w' (second batch) and a third batch for the curvature, the step is along
+    v - inner_lr * (gradient(w + delta * v) - gradient(w - delta * v)) / (2 * delta).
+    """
+
+    key: ClassVar[str] = "maml-hf"
+    streams: ClassVar[int] = 3
+    gradients: ClassVar[int] = 4
+
+    delta: float = setting(1e-3, "length of the difference that stands for the second derivative", gt=0)
+
+    @classmethod
+    def of(cls, work: SGD, inner_lr: float) -> HessianFreeMAML:
+        """That work with an inner step."""
+        return cls(**{**values_with_none(work), "inner_lr": inner_lr})
+
+    def direction(self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]) -> Stack:
+        """The gradient of the loss after one step of adaptation."""
+        outer = super().direction(gradient, params, anchor, extras)
+        ahead = gradient([p + self.delta * v for p, v in zip(params, outer, strict=True)], 2)
+        behind = gradient([p - self.delta * v for p, v in zip(params, outer, strict=True)], 2)
+        scale = self.inner_lr / (2 * self.delta)
+        return [v - scale * (a - b) for v, a, b in zip(outer, ahead, behind, strict=True)]
+
+
+WORK: dict[str, type[SGD]] = {cls.key: cls for cls in (SGD, Proximal, Corrected, FirstOrderMAML, HessianFreeMAML)}
 
 
 def values_with_none(work: SGD) -> dict[str, Any]:

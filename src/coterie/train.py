@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.algorithm import Algorithm, Personal
+from coterie.attacks import Attack
 from coterie.block import adapt_and_evaluate, evaluate, evaluate_privately
 from coterie.engine import Engine, Failure
-from coterie.errors import Interrupted
+from coterie.errors import ConfigError, Interrupted
 from coterie.federation import Federation
 from coterie.metrics import agreement, best_rounds, churn, cluster_sizes, evaluation
 from coterie.randomness import Rng
@@ -37,6 +39,9 @@ class Schedule:
     checkpoint_every: float = setting(30.0, "seconds between checkpoints; 0: after each round", ge=0)
     unseen: float = setting(0.0, "share of the clients that take part in no round, and are met at the end", ge=0, lt=1)
     dropout: float = setting(0.0, "share of a cohort that fails to answer (simulated)", ge=0, lt=1)
+    attack: Literal["none", "sign_flip", "gaussian", "label_flip"] = setting("none", "what attackers do (simulated)")
+    attackers: float = setting(0.2, "share of the clients that attack, if there is an attack", ge=0, lt=1)
+    corrupt: float = setting(0.0, "share of the answers that arrive as NaN (simulated)", ge=0, lt=1)
 
 
 @dataclass
@@ -69,6 +74,11 @@ class Trainer:
         check(schedule)
         check(algorithm)
         algorithm.check(len(federation))
+        if algorithm.needs_validation and not bool(federation.valid.sizes.any()):
+            raise ConfigError(
+                f"{type(algorithm).__name__} weighs models on validation samples, and nobody has any; "
+                "hold some out with --set scenario.valid=0.1."
+            )
         self.algorithm, self.engine, self.federation = algorithm, engine, federation
         self.schedule, self.folder = schedule, folder
         self.progress = Progress()
@@ -77,6 +87,8 @@ class Trainer:
         self._should_stop = should_stop
         self._rng = Rng.seed(schedule.seed).at("run")
         self._saved_at = time.monotonic()
+        self.attack = attack_of(engine.keys, schedule)
+        engine.attack = None if self.attack.is_none else self.attack
         engine.dropout, engine.dropout_rng = schedule.dropout, Rng.seed(schedule.seed).at("dropout")
 
     def run(self) -> None:
@@ -117,7 +129,7 @@ class Trainer:
         looked = time.perf_counter()
         if last or number % self.schedule.evaluate_every == 0:
             row |= self._evaluate(number)
-        row |= agreement(labels, self._groups())
+        row |= agreement(self._honest(labels), self._groups())
         row["churn"] = churn(before, labels)
         row["cluster_sizes"] = cluster_sizes(labels, self.state.num_clusters)
         row["clients_met"] = int((labels >= 0).sum())
@@ -147,7 +159,12 @@ class Trainer:
         self.engine.begin(number, "round")
         self.progress.scores.append(scores)
         self.progress.score_rounds.append(number)
-        return evaluation(scores)
+        honest = ~self.attack.attackers.numpy()
+        return evaluation(scores | {"samples": scores["samples"] * honest})
+
+    def _honest(self, labels: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The labels of honest clients; attackers count as not met."""
+        return np.where(self.attack.attackers.numpy(), -1, labels)
 
     def rng_of_evaluation(self, number: int) -> Rng:
         """What the adaptation of personal models hangs on in that round."""
@@ -175,16 +192,24 @@ class Trainer:
             "accuracy": accuracy | {"best5": best_rounds(seen)} if accuracy else None,
             "f1": last.get("f1"),
             "loss": last.get("loss"),
-            **agreement(labels, self._groups()),
+            **agreement(self._honest(labels), self._groups()),
             "cluster_sizes": cluster_sizes(labels, self.state.num_clusters),
             "repairs": list(self.state.repairs),
             "failures": len(self.engine.failures),
+            "failures_by_reason": dict(Counter(failure.reason for failure in self.engine.failures).most_common()),
+            "attack": self._attack_in_words(),
             "bytes": self.engine.ledger.totals(),
             "seconds": {"total": sum(seconds.values()), **seconds},
             "notes": list(self.engine.notes),
             "seed": self.schedule.seed,
             "stopped_early": self.progress.round < self.schedule.rounds,
         }
+
+    def _attack_in_words(self) -> dict[str, Any] | None:
+        if self.attack.is_none:
+            return None
+        names = [self.federation.names[i] for i in self.attack.attackers.nonzero().flatten().tolist()]
+        return {"kind": self.schedule.attack, "attackers": names, "corrupt": self.schedule.corrupt}
 
     # ---- saving and going on ----
 
@@ -260,6 +285,11 @@ class Trainer:
             score_rounds=list(plain["score_rounds"]),
             seconds=dict(plain["seconds"]),
         )
+
+
+def attack_of(keys: Tensor, schedule: Schedule) -> Attack:
+    """The harm that a schedule asks for, among clients with these keys."""
+    return Attack.of(keys, schedule.attack, schedule.attackers, schedule.corrupt, schedule.seed)
 
 
 def evaluate_clients(engine: Engine, personal: Personal, clients: Tensor, rng: Rng) -> dict[str, NDArray[Any]]:

@@ -34,7 +34,7 @@ def test_centers_are_means_of_those_who_chose_them():
 def test_gradient_averaging_divides_by_all_who_took_part():
     def respond(step, client, sent):
         assert step == "choose_and_gradient"
-        return {"params": torch.full((2,), float(client)), "choice": 0 if client < 3 else 1}
+        return {"gradient": torch.full((2,), float(client)), "choice": 0 if client < 3 else 1}
 
     engine = MockEngine(respond, num_clients=4)
     method = IFCA(num_clusters=2, init="paper", average_of="gradients")

@@ -28,7 +28,7 @@ def test_json_has_a_row_for_each_method_over_the_seeds(command: Command):
     assert found["dataset"] == "rotated-digits"
     assert [row["algorithm"] for row in found["rows"]] == ["fedavg", "fesem"]
     root = Path(found["path"])
-    assert json.loads((root / "comparison.json").read_text()) == found["rows"]
+    assert json.loads((root / "table.json").read_text()) == found["rows"]
     for row in found["rows"]:
         key = row["algorithm"]
         summaries = [json.loads((root / f"{key}-s{seed}" / "summary.json").read_text()) for seed in range(3)]

@@ -76,9 +76,9 @@ def test_a_wrong_command_line_is_one_sentence(command: Command, arguments: list[
         (KeyboardInterrupt(), 130, "stopped\n"),
         (click.Abort(), 130, "stopped\n"),
         (
-            OSError(28, "No space left on device", "x/comparison.json"),
+            OSError(28, "No space left on device", "x/table.json"),
             2,
-            "No space left on device: 'x/comparison.json'",
+            "No space left on device: 'x/table.json'",
         ),
         (BrokenPipeError(), 0, ""),
     ],
@@ -100,7 +100,7 @@ def test_exit_codes_and_what_is_said(
 
 def test_a_long_sentence_stays_on_one_line(command: Command, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "30")
-    assert command("run", "--algorithm", "fesm").error.endswith("md_icfl.")
+    assert command("run", "--algorithm", "fesm").error.endswith("robust_tkm.")
 
 
 def test_errors_of_the_program_itself_are_not_hidden(monkeypatch: pytest.MonkeyPatch):

@@ -162,6 +162,8 @@ SUMMARY: dict[str, Any] = {
     "seconds": {"total": 10.0, "start": 1.0, "train": 2.0, "server": 3.0, "evaluate": 4.0},
     "repairs": [{"round": 3, "reason": "cluster 1 was empty"}],
     "failures": 2,
+    "failures_by_reason": {"gone": 2},
+    "attack": {"kind": "gaussian", "attackers": ["a", "b"], "corrupt": 0.0},
     "notes": ["something to know"],
     "path": "runs/a",
 }
@@ -180,7 +182,14 @@ def shown(summary: dict[str, Any]) -> str:
         *("fesem on own.npz", "macro 92.00  micro 91.00", "5 worst clients 50.00  worst tenth 25.00", "micro 90.00"),
         *("macro 82.00  micro 81.00", "macro 0.3200  micro 0.3100", "ARI 0.75  NMI 0.50  purity 1.00", "2: 3 1"),
         *("4 of 6", "down 2.0 kB  up 1.0 kB  (start: 3.0 kB, 4.0 kB)", "10.0  (start 1.0  train 2.0  server 3.0"),
-        *("round 3: cluster 1 was empty", "failed answers", "something to know", "runs/a"),
+        *(
+            "round 3: cluster 1 was empty",
+            "failed answers",
+            "2: 2 gone",
+            "gaussian by 2 clients",
+            "something to know",
+            "runs/a",
+        ),
     ],
 )
 def test_the_result_shows(text: str):

@@ -155,7 +155,7 @@ def test_every_flag_arrives(command: Command):
         *("--algorithm", "ifca", "--dataset", "digits", "--clusters", 2, "--steps", 3, "--batch-size", 7),
         *("--lr", 0.25, "--momentum", 0.5, "--participation", 0.5, "--seed", 9, "--engine", "loop"),
         *("--device", "cpu", "--evaluate-every", 2, "--checkpoint-every", 5, "--scenario", "iid"),
-        *("--unseen", 0.25, "--dropout", 0.1),
+        *("--unseen", 0.25, "--dropout", 0.1, "--attack", "gaussian", "--attackers", 0.25, "--corrupt", 0.05),
     )
     assert found["run"] == dict(  # noqa: C408
         algorithm="ifca",
@@ -173,6 +173,9 @@ def test_every_flag_arrives(command: Command):
         checkpoint_every=5.0,
         unseen=0.25,
         dropout=0.1,
+        attack="gaussian",
+        attackers=0.25,
+        corrupt=0.05,
     )
     assert found["algorithm"]["num_clusters"] == 2
     assert found["work"].items() >= {"steps": 3, "batch_size": 7, "lr": 0.25, "momentum": 0.5}.items()

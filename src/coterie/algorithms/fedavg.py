@@ -1,24 +1,29 @@
-"""FedAvg: one model for everyone (McMahan et al. 2017, "Communication-Efficient Learning ...")."""
+"""FedAvg: one model for everyone (McMahan et al. 2017, "Communication-Efficient Learning ...").
+
+Also what the other methods with one center are made of: what a client does (`work`), and what the server does with
+the mean (`moved`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from coterie.algorithm import Algorithm, ClusterState, register
+from coterie.algorithm import ClusterState, register
+from coterie.averaging import Averaging
 from coterie.block import Task, train
-from coterie.clustering import CenterSums
 from coterie.engine import Engine
+from coterie.local import SGD
 from coterie.randomness import Rng
 from coterie.settings import setting
 
 
 @register
 @dataclass(frozen=True)
-class FedAvg(Algorithm):
+class FedAvg(Averaging):
     """The mean of the clients' models, weighted by their samples."""
 
     key: ClassVar[str] = "fedavg"
@@ -31,14 +36,22 @@ class FedAvg(Algorithm):
         state: ClusterState = ClusterState.common_start(engine, num_clusters=1)
         return state
 
-    def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
+    def work(self, engine: Engine) -> SGD:
+        """What clients do in this round."""
+        return engine.task.work.at(engine.round)
+
+    def moved(self, center: Tensor, mean: Tensor, engine: Engine) -> Tensor:
+        """The center [P] after a round, from the one before and the mean of what clients made of it."""
+        return mean
+
+    def round(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Any:
         """Train everywhere from the one center, then average."""
-        sums = CenterSums(1, like=state.centers)
+        average = self.mean_of(1, engine, like=state.centers)
         labels = state.labels.clone()
         refs = torch.zeros(len(cohort), dtype=torch.int64)
-        work = engine.task.work.at(engine.round)
-        for chunk in engine.call(train, cohort, models=state.centers, refs=refs, work=work, rng=rng):
+        for chunk in engine.call(train, cohort, models=state.centers, refs=refs, work=self.work(engine), rng=rng):
             weights = chunk.answer.samples if self.weighting == "samples" else None
-            sums.add(chunk.answer.params, torch.zeros_like(chunk.clients), weights)
+            average.add(chunk.answer.params, torch.zeros_like(chunk.clients), weights)
             labels[chunk.clients] = 0
-        return replace(state, centers=sums.means(keep=state.centers), labels=labels)
+        mean = average.means(keep=state.centers)[0]
+        return replace(state, centers=self.moved(state.centers[0], mean, engine).unsqueeze(0), labels=labels)

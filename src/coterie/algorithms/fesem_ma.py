@@ -21,39 +21,26 @@ from torch import Tensor
 
 from coterie.algorithm import register
 from coterie.algorithms.fesem import FeSEM
+from coterie.averaging import Average, HeldModels, Robust, robust_mean
 from coterie.block import Task
-from coterie.centers import Average
 from coterie.engine import Chunk, Engine
 from coterie.matching import Plan, matched_mean
 from coterie.randomness import Rng
 from coterie.settings import setting
 
 
-class _Matched:
-    """Holds all members until the end, then averages each cluster after aligning it to its center."""
+class _Matched(HeldModels):
+    """Averages each cluster after aligning its members to its center."""
 
-    def __init__(self, num_clusters: int, centers: Tensor, plan: Plan, sweeps: int) -> None:
-        self._num_clusters, self._centers, self._plan, self._sweeps = num_clusters, centers, plan, sweeps
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    def __init__(self, centers: Tensor, plan: Plan, sweeps: int, robust: Robust, share: float) -> None:
+        super().__init__(len(centers))
+        self._centers, self._plan, self._sweeps = centers, plan, sweeps
+        self._robust, self._share = robust, share
 
-    def add(self, rows: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Keep models [c, P] of clusters [c]."""
-        labels = labels.to(rows.device)
-        ones = torch.ones(len(rows), dtype=rows.dtype, device=rows.device)
-        self._parts.append((rows, labels, ones if weights is None else weights.to(rows.dtype)))
-
-    def means(self, keep: Tensor) -> Tensor:
-        """Matched means; a cluster without members keeps its row of `keep`."""
-        if not self._parts:
-            return keep
-        rows, labels, weights = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
-        centers = keep.clone()
-        for k in range(self._num_clusters):
-            mine = (labels == k) & (weights > 0)
-            if bool(mine.any()):
-                start = self._centers[k]
-                centers[k] = matched_mean(rows[mine], self._plan, weights[mine], start, sweeps=self._sweeps)[0]
-        return centers
+    def center(self, cluster: int, rows: Tensor, weights: Tensor) -> Tensor:
+        """The matched mean; a robust one of the matched models."""
+        mean, aligned = matched_mean(rows, self._plan, weights, self._centers[cluster], sweeps=self._sweeps)
+        return mean if self._robust == "none" else robust_mean(aligned, self._robust, self._share)
 
 
 @register
@@ -82,7 +69,7 @@ class FeSEMMA(FeSEM):
 
     def average(self, state: Any, engine: Engine) -> Average:
         """Matched averaging."""
-        return _Matched(self.num_clusters, state.centers, _plan(engine.task), self.sweeps)
+        return _Matched(state.centers, _plan(engine.task), self.sweeps, self.robust, self.robust_share)
 
     def signature(self, params: Tensor, state: Any, engine: Engine) -> Tensor:
         """As FeSEM, after aligning to the common start."""

@@ -37,7 +37,7 @@ def choose_and_gradient(block: Block, models: Models, work: SGD) -> Answer:
     """Choose by loss on the training data, answer with the gradient at the chosen model."""
     choice = block.losses(models).argmin(1)  # [c]
     gradient, buffers = block.gradient(take(models, choice))
-    return Answer(params=torch.cat([gradient, buffers], dim=1), choice=choice)
+    return Answer(gradient=torch.cat([gradient, buffers], dim=1), choice=choice)
 
 
 @client_step
@@ -88,7 +88,7 @@ class IFCA(CenterMethod):
         sizes = torch.zeros(self.num_clusters, dtype=torch.int64, device=engine.device)
         for chunk in self.ask(state, engine, cohort, rng.at("train")):
             labels[chunk.clients] = chunk.answer.choice.cpu()
-            average.add(chunk.answer.params, chunk.answer.choice)
+            average.add(chunk.answer.gradient, chunk.answer.choice)
             sizes += torch.bincount(chunk.answer.choice, minlength=self.num_clusters)
         means = average.means(keep=state.centers)
         centers = self._descend(state.centers, means, sizes, engine.task, self.work(engine).lr)

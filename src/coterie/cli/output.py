@@ -17,7 +17,7 @@ from rich.table import Table
 from coterie.train import Row
 
 _SHOWN_SIZES = 8
-_WIDTH = 120
+_WIDTH = 140  # of tables where there is no terminal
 
 
 def stderr() -> Console:
@@ -169,8 +169,13 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("seconds", f"{seconds['total']:.1f}  ({spent})")
     for repair in summary["repairs"]:
         table.add_row("repair", f"round {repair['round']}: {repair['reason']}")
+    if summary.get("attack"):
+        attack = summary["attack"]
+        told = f"{attack['kind']} by {len(attack['attackers'])} clients; scores are those of the others"
+        table.add_row("attack", told if attack["attackers"] else f"{percent(attack['corrupt'])} of the answers are NaN")
     if summary["failures"]:
-        table.add_row("failed answers", str(summary["failures"]))
+        why = ", ".join(f"{count} {reason}" for reason, count in list(summary["failures_by_reason"].items())[:3])
+        table.add_row("failed answers", f"{summary['failures']}: {why}")
     for note in summary["notes"]:
         table.add_row("note", note)
     if "path" in summary:

@@ -36,6 +36,9 @@ MomentumFlag = Annotated[Text, typer.Option(help="Momentum of the clients' SGD."
 ParticipationFlag = Annotated[Text, typer.Option(help="Share of the clients in a round, in (0, 1].")]
 UnseenFlag = Annotated[Text, typer.Option(help="Share of the clients that is held out and met at the end, in [0, 1).")]
 DropoutFlag = Annotated[Text, typer.Option(help="Share of a cohort that fails to answer, in [0, 1).")]
+AttackFlag = Annotated[Text, typer.Option(help="Simulated harm: 'sign_flip', 'gaussian' or 'label_flip'.")]
+AttackersFlag = Annotated[Text, typer.Option(help="Share of the clients that attack; 0.2 if there is an attack.")]
+CorruptFlag = Annotated[Text, typer.Option(help="Share of the answers that arrive as NaN (simulated).")]
 SeedFlag = Annotated[Text, typer.Option(help="What all randomness hangs on.")]
 EngineFlag = Annotated[Text, typer.Option(help="'vectorized' (fast) or 'loop' (reference).")]
 DeviceFlag = Annotated[Text, typer.Option(help="'auto', 'cpu' or 'cuda'.")]
@@ -90,6 +93,9 @@ def flags_to_tables(flags: dict[str, Any]) -> Tables:
             "participation": parse_float("participation", flags["participation"]),
             "unseen": parse_float("unseen", flags.get("unseen")),
             "dropout": parse_float("dropout", flags.get("dropout")),
+            "attack": flags.get("attack"),
+            "attackers": parse_float("attackers", flags.get("attackers")),
+            "corrupt": parse_float("corrupt", flags.get("corrupt")),
             "seed": parse_int("seed", flags.get("seed")),
             "engine": flags["engine"],
             "device": flags["device"],
@@ -147,6 +153,9 @@ def run(
     participation: ParticipationFlag = None,
     unseen: UnseenFlag = None,
     dropout: DropoutFlag = None,
+    attack: AttackFlag = None,
+    attackers: AttackersFlag = None,
+    corrupt: CorruptFlag = None,
     seed: SeedFlag = None,
     engine: EngineFlag = None,
     device: DeviceFlag = None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coterie.block import Answer, Block, ClientStep, DeviceData, Kernel, Models, Task, check_network, step_name
-from coterie.engine import Chunk, Engine, Failure, available_memory, resolve_device
+from coterie.engine import Chunk, Engine, Failure, available_memory, resolve_device, too_large
 from coterie.errors import ConfigError, CoterieError, EngineError
 from coterie.federation import Federation
 from coterie.ledger import Phase
@@ -23,6 +23,8 @@ from coterie.settings import build, setting, values_of
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _DEFAULT_BUDGET_MB = 1024
 _LATE = "did not answer (simulated)"
+_NOT_FINITE = "the answer is not finite"
+_TOO_LARGE = "the answer is far too large"
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ class InProcessEngine(Engine):
         failed_before = len(self.failures)
         answered = 0
         is_late = self.is_late(name, cohort)
+        lengths = None if models is None else torch.linalg.vector_norm(models, dim=1)  # [M]
         for asked in self._chunks(cohort, work):
             # They have got what was sent, and fail before they work: what they remember stays as it was.
             late = tuple(self._fail(client, step, _LATE) for client in cohort[asked[is_late[asked]]].tolist())
@@ -203,7 +206,7 @@ class InProcessEngine(Engine):
             if not len(positions):
                 continue
             began = time.perf_counter()
-            chunk = self._ask(step, cohort, positions, models, refs, shared, each, work, rng)
+            chunk = self._ask(step, cohort, positions, models, refs, lengths, shared, each, work, rng)
             chunk = replace(chunk, failed=late + chunk.failed)
             self.client_seconds += time.perf_counter() - began
             if len(chunk.clients):
@@ -225,6 +228,7 @@ class InProcessEngine(Engine):
         positions: Tensor,
         models: Tensor | None,
         refs: Tensor | None,
+        lengths: Tensor | None,
         shared: Mapping[str, Tensor],
         each: Mapping[str, Tensor],
         work: SGD,
@@ -250,8 +254,14 @@ class InProcessEngine(Engine):
         except CoterieError:
             raise
         except Exception as error:  # a client's own code may raise anything; it is that client's failure
-            return self._after_exception(error, step, cohort, positions, models, refs, shared, each, work, rng)
-        return self._checked(step, clients, positions, answer)
+            return self._after_exception(error, step, cohort, positions, models, refs, lengths, shared, each, work, rng)
+        self.ledger.record_work(self.phase, step_name(step), block.gradients)
+        if self.attack is not None and self.phase != "evaluate":
+            answer = self.attack.on_answer(answer, clients, self.keys[clients], sent, rng)
+        longest = None
+        if lengths is not None and sent is not None:
+            longest = lengths[sent.refs].reshape(len(clients), -1).amax(1)
+        return self._checked(step, clients, positions, answer, longest)
 
     def _after_exception(
         self, error: Exception, step: ClientStep, cohort: Tensor, positions: Tensor, *call: Any
@@ -270,21 +280,29 @@ class InProcessEngine(Engine):
         clients = torch.cat([chunk.clients for chunk in good])
         return Chunk(clients, torch.cat([chunk.positions for chunk in good]), answer, failed)
 
-    def _checked(self, step: ClientStep, clients: Tensor, positions: Tensor, answer: Answer) -> Chunk:
-        """Leave out answers that are not finite; refuse a step that answers in a wrong shape."""
-        good = torch.ones(len(clients), dtype=torch.bool, device=self._device)
+    def _checked(
+        self, step: ClientStep, clients: Tensor, positions: Tensor, answer: Answer, lengths: Tensor | None = None
+    ) -> Chunk:
+        """Leave out answers that are not finite or far too large; refuse a step that answers in a wrong shape."""
+        finite = torch.ones(len(clients), dtype=torch.bool, device=self._device)
+        large = torch.zeros_like(finite)
         for key, tensor in answer.items():
             if tensor.shape[:1] != clients.shape:
                 raise EngineError(
                     f"{step_name(step)} answered '{key}' of shape {tuple(tensor.shape)} for {len(clients)} clients."
                 )
             if tensor.is_floating_point():
-                good &= torch.isfinite(tensor.flatten(1).sum(1) if tensor.dim() > 1 else tensor)
-        if bool(good.all()):
+                finite &= torch.isfinite(tensor.flatten(1).sum(1) if tensor.dim() > 1 else tensor)
+            if key in ("params", "gradient"):
+                large |= too_large(tensor, lengths)
+        if bool((finite & ~large).all()):
             return Chunk(clients, positions, answer)
+        reasons = {_NOT_FINITE: ~finite, _TOO_LARGE: finite & large}
+        failed = [self._fail(c, step, why) for why, which in reasons.items() for c in clients[which.cpu()].tolist()]
+        good = finite & ~large
         keep = good.cpu()
-        failed = tuple(self._fail(int(c), step, "the answer is not finite") for c in clients[~keep])
-        return Chunk(clients[keep], positions[keep], Answer(**{k: v[good] for k, v in answer.items()}), failed)
+        kept = Answer(**{k: v[good] for k, v in answer.items()})
+        return Chunk(clients[keep], positions[keep], kept, tuple(failed))
 
     def _fail(self, client: int, step: ClientStep, reason: str) -> Failure:
         failure = Failure(self.round, self.names[client], step_name(step), reason)

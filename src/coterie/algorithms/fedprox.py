@@ -1,0 +1,30 @@
+"""FedProx: FedAvg with a pull to the global model (Li et al. 2020, "Federated Optimization in Heterogeneous Networks").
+
+Clients minimise their loss + mu / 2 * ||w - w_global||^2: the squared norm, whose gradient is mu * (w - w_global).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from coterie.algorithm import register
+from coterie.algorithms.fedavg import FedAvg
+from coterie.engine import Engine
+from coterie.local import SGD, Proximal
+from coterie.settings import setting
+
+
+@register
+@dataclass(frozen=True)
+class FedProx(FedAvg):
+    """FedAvg whose clients stay near the model they were sent."""
+
+    key: ClassVar[str] = "fedprox"
+    paper: ClassVar[str] = "Li et al. 2020"
+
+    mu: float = setting(0.1, "strength of the pull; 0 is FedAvg", ge=0)
+
+    def work(self, engine: Engine) -> SGD:
+        """SGD with the proximal term."""
+        return Proximal.of(super().work(engine), self.mu)

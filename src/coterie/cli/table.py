@@ -1,0 +1,203 @@
+"""Many runs, one table: what `compare` and `sweep` share."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from coterie.api import Setup, execute
+from coterie.cli.output import RoundProgress, megabytes, stderr, stdout, stop_on_ctrl_c
+from coterie.config import Experiment
+from coterie.errors import CoterieError, Interrupted
+from coterie.federation import Federation
+from coterie.runs import RunFolder
+
+Summary = dict[str, Any]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a table: what it is called there, and all of its settings."""
+
+    labels: tuple[tuple[str, str], ...]  # column, value: runs with the same labels differ only in their seed
+    experiment: Experiment
+
+    @property
+    def name(self) -> str:
+        """The name of its run folder."""
+        words = [value if key == "method" else f"{key}={value}" for key, value in self.labels]
+        plain = "-".join(words).replace(":", "-").replace("/", "-")
+        return f"{plain}-s{self.experiment.schedule.seed}"
+
+    @property
+    def data_key(self) -> str:
+        """The same for cases that have the same federation."""
+        tables, schedule = self.experiment.tables(), self.experiment.schedule
+        run = {key: tables["run"].get(key) for key in ("dataset", "scenario", "clients", "data_dir")}
+        return repr((run, tables["dataset"], tables["scenario"], schedule.seed))
+
+
+def run_cases(cases: list[Case], root: Path, hidden: bool) -> list[Summary]:
+    """Run one after the other, on shared federations; their summaries. `root` gets a run folder of each."""
+    summaries: list[Summary] = []
+    shared: dict[str, Federation] = {}
+    folder: RunFolder | None = None
+    try:
+        with stop_on_ctrl_c(hidden) as pressed:
+            for case in cases:
+                if case.data_key not in shared:
+                    shared = {case.data_key: case.experiment.federation()}
+                setup = Setup.of(case.experiment, shared[case.data_key])
+                folder = RunFolder.create(root, case.name, "", case.experiment.tables())
+                what = " ".join(value if key == "method" else f"{key}={value}" for key, value in case.labels)
+                label = f"{what} seed {setup.schedule.seed}"
+                with RoundProgress(setup.schedule.rounds, label, hidden, lines=1) as progress:
+                    summaries.append(execute(setup, folder, progress, pressed).summary)
+    except (Interrupted, KeyboardInterrupt):
+        going = f"; the one that was running goes on with 'coterie resume {folder.path}'" if folder else ""
+        raise Interrupted(f"Stopped; finished runs are in {root}{going}.") from None
+    except CoterieError:
+        with contextlib.suppress(OSError):
+            root.rmdir()  # goes only if no run is in it
+        raise
+    return summaries
+
+
+def make_root(out: Path, name: str | None, default: str) -> Path:
+    """A folder of its own for the runs of a table."""
+    folder = RunFolder.create(out, name, default, {"table": {"name": default}})
+    folder.unlock()
+    for item in ("config.toml", ".lock"):
+        (folder.path / item).unlink()
+    (folder.path / "artifacts").rmdir()
+    return folder.path
+
+
+def rows_of(cases: list[Case], summaries: list[Summary]) -> list[Row]:
+    """One row for each set of labels, over its seeds."""
+    found: dict[tuple[tuple[str, str], ...], list[Summary]] = {}
+    for case, summary in zip(cases, summaries, strict=True):
+        found.setdefault(case.labels, []).append(summary)
+    return [
+        {"algorithm": runs[0]["algorithm"], "labels": dict(labels), **_over_seeds(runs)}
+        for labels, runs in found.items()
+    ]
+
+
+def _over_seeds(summaries: list[Summary]) -> Row:
+    def over(read: Callable[[Summary], Any]) -> dict[str, float] | None:
+        values = [read(summary) for summary in summaries]
+        if any(value is None for value in values):
+            return None
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        return {"mean": statistics.fmean(values), "std": spread}
+
+    def part(table: str, key: str) -> dict[str, float] | None:
+        return over(lambda summary: (summary[table] or {}).get(key))
+
+    def unseen(summary: Summary) -> Any:
+        return ((summary["unseen"] or {}).get("accuracy") or {}).get("macro")
+
+    def work(summary: Summary) -> int:
+        spent = summary["bytes"]["gradients"]
+        return int(spent["start"] + spent["round"] + spent["repair"])
+
+    return {
+        "seeds": len(summaries),
+        "accuracy": {key: part("accuracy", key) for key in ("macro", "micro", "bottom5")},
+        "f1": {"macro": part("f1", "macro")},
+        "loss": {"macro": part("loss", "macro")},
+        "ari": over(lambda summary: summary["ari"]),
+        "clusters": over(lambda summary: summary["clusters"]),
+        "unseen": {"macro": over(unseen), "ari": over(lambda summary: (summary["unseen"] or {}).get("ari"))},
+        "gradients": over(work),
+        "bytes": {key: part("bytes", key) for key in ("down", "up")},
+        "start_bytes": {
+            "down": over(lambda summary: summary["bytes"]["start"]["down"]),
+            "up": over(lambda summary: summary["bytes"]["start"]["up"]),
+        },
+        "failures": over(lambda summary: summary["failures"]),
+        "seconds": over(lambda summary: summary["seconds"]["total"]),
+    }
+
+
+def finish(rows: list[Row], summaries: list[Summary], root: Path, title: str, json_: bool) -> None:
+    """Write table.json and table.csv beside the runs, and print the table."""
+    (root / "table.json").write_text(json.dumps(rows, indent=2) + "\n")
+    with (root / "table.csv").open("w", newline="") as file:
+        flat = [_flat(row) for row in rows]
+        writer = csv.DictWriter(file, fieldnames=list(flat[0]))
+        writer.writeheader()
+        writer.writerows(flat)
+    first = summaries[0]
+    if json_:
+        print(json.dumps({"path": str(root), "dataset": first["dataset"], "rows": rows}))
+        return
+    console = stdout()
+    console.print(as_table(rows, f"{title}, {first['clients']} clients", console.width))
+    stderr().print(f"run folders: {root}", soft_wrap=True)
+
+
+def _flat(row: Row, prefix: str = "") -> dict[str, Any]:
+    """Nested values as columns: accuracy.macro.mean."""
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        name = key if key == "labels" else f"{prefix}{key}"
+        if isinstance(value, dict):
+            found |= _flat(value, "" if key == "labels" else f"{name}.")
+        else:
+            found[name] = value
+    return found
+
+
+def as_table(rows: list[Row], title: str, width: int) -> Table:
+    """The rows as a terminal shows them; the best accuracy is marked. A narrow one does without F1 and K."""
+    seeds = max(row["seeds"] for row in rows)
+    table = Table(title=f"{title}, {seeds} seed(s); mean ± standard deviation", title_justify="left")
+    labels = list(dict.fromkeys(key for row in rows for key in row["labels"]))
+    for label in labels:
+        table.add_column(label, style="bold", no_wrap=True)
+    has_unseen = any(row["unseen"]["macro"] for row in rows)
+    is_wide = width >= (140 if seeds > 1 else 110)
+    columns = ["accuracy", "5 worst", *(["unseen"] if has_unseen else []), *(["F1"] if is_wide else []), "ARI"]
+    for column in (*columns, *(["K"] if is_wide else []), "gradients", "down", "up", "start", "seconds"):
+        table.add_column(column, justify="right")
+
+    def cell(value: dict[str, float] | None, factor: float, digits: int) -> str:
+        if value is None:
+            return "-"
+        text = f"{factor * value['mean']:.{digits}f}"
+        return f"{text} ±{factor * value['std']:.{digits}f}" if seeds > 1 else text
+
+    scored = [row["accuracy"]["macro"]["mean"] for row in rows if row["accuracy"]["macro"]]
+    for row in rows:
+        macro = row["accuracy"]["macro"]
+        shown = cell(macro, 100, 2)
+        if macro and macro["mean"] == max(scored):
+            shown = f"[bold green]{shown}[/]"
+        start = sum(row["start_bytes"][key]["mean"] for key in ("down", "up"))
+        clusters = row["clusters"]["mean"]
+        table.add_row(
+            *[row["labels"].get(label, "") for label in labels],
+            shown,
+            cell(row["accuracy"]["bottom5"], 100, 2),
+            *([cell(row["unseen"]["macro"], 100, 2)] if has_unseen else []),
+            *([cell(row["f1"]["macro"], 100, 2)] if is_wide else []),
+            cell(row["ari"], 1, 2),
+            *([f"{clusters:.3g}" if clusters else "-"] if is_wide else []),
+            f"{row['gradients']['mean'] / 1e6:.2f}M",
+            megabytes(int(row["bytes"]["down"]["mean"])),
+            megabytes(int(row["bytes"]["up"]["mean"])),
+            megabytes(int(start)) if start else "-",
+            cell(row["seconds"], 1, 1),
+        )
+    return table
