@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow test-gpu check format clean
+.PHONY: help setup demo test test-slow test-gpu bench bench-check check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -30,6 +30,12 @@ test-slow: $(READY)  ## run the slow tests too
 
 test-gpu: $(READY)  ## run the tests that need a GPU (skipped without one)
 	$(BIN)/python -m pytest -q -m 'gpu'
+
+bench: $(READY)  ## measure this machine: our engine against a plain loop
+	$(BIN)/coterie bench
+
+bench-check: $(READY)  ## fail if our engine is under 0.8 of its recorded ratio to the plain loop
+	$(BIN)/python benchmarks/check.py
 
 check: $(READY)  ## formatting, lint, types, tests with coverage
 	$(BIN)/ruff format --check .

@@ -149,9 +149,9 @@ def test_far_too_large_answers_are_left_out_and_named():
 
 
 def test_too_large_is_relative_to_what_was_sent():
-    rows = torch.tensor([[150.0, 0.0], [150.0, 0.0]])
-    assert too_large(rows, torch.tensor([0.1, 9.0])).tolist() == [True, False]
-    assert too_large(rows, None).tolist() == [True, True]
+    lengths = torch.tensor([150.0, 150.0])
+    assert too_large(lengths, torch.tensor([0.1, 9.0])).tolist() == [True, False]
+    assert too_large(lengths, None).tolist() == [True, True]
 
 
 def test_a_tenth_of_broken_answers_costs_less_than_a_point():

@@ -9,12 +9,13 @@ import pytest
 import torch
 from sklearn.metrics import f1_score
 
-from coterie.block import Answer, Block, DeviceData, Models, client_step, evaluate, find_step, step_name, take
+from coterie.block import Answer, Block, Models, client_step, evaluate, find_step, step_name, take
 from coterie.engines import make_engine
 from coterie.errors import ConfigError, ModelError
 from coterie.federation import Federation
 from coterie.local import SGD
 from coterie.randomness import Rng
+from coterie.training import DeviceData
 from coterie.transforms import Rotate
 from tests.helpers import WORK, ragged_federation, setup_of
 
@@ -132,13 +133,13 @@ def test_training_equals_a_plain_loop_of_torch():
     block = block_of(engine)
     start = random_models(engine, 1).expand(len(block), -1)
     seen = []
-    original = engine.kernel.gradients
+    original = engine.way.kernel.gradients
 
     def watch(params, buffers, x, y, mask, keys):
         seen.append((x, y, mask))
         return original(params, buffers, x, y, mask, keys)
 
-    engine.kernel.gradients = watch
+    engine.way.kernel.gradients = watch
     trained = block.train(start, WORK)
     order = torch.argsort(torch.ceil(engine.federation.train.sizes[block.clients] / 5), descending=True, stable=True)
     for place in (0, 3, len(block) - 1):
@@ -168,14 +169,14 @@ def test_each_epoch_takes_every_sample_once():
     engine = engine_of(numbered, model="mclr", model_settings={})
     block = block_of(engine)
     taken = []
-    original = engine.kernel.gradients
+    original = engine.way.kernel.gradients
 
     def watch(params, buffers, x, y, mask, keys):
         real = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
         taken.append([x[i, real[i], 0].long().tolist() for i in range(len(x))])
         return original(params, buffers, x, y, mask, keys)
 
-    engine.kernel.gradients = watch
+    engine.way.kernel.gradients = watch
     block.train(block.initial, SGD(epochs=3, batch_size=4))
     sizes = federation.train.sizes[block.clients]
     order = torch.argsort(-(-sizes // 4) * 3, descending=True, stable=True)
@@ -196,8 +197,8 @@ def test_number_of_steps(work):
     engine = engine_of()
     block = block_of(engine)
     steps = []
-    original = engine.kernel.gradients
-    engine.kernel.gradients = lambda *args: steps.append(args[2].shape) or original(*args)
+    original = engine.way.kernel.gradients
+    engine.way.kernel.gradients = lambda *args: steps.append(args[2].shape) or original(*args)
     block.train(block.initial, work)
     assert len(steps) == (work.steps or work.epochs)
     assert all(shape[0] == len(block) for shape in steps)

@@ -1,7 +1,7 @@
 """What a client can do, written for c clients at once: every tensor has a leading axis c.
 
 A client step is a small function `step(block, models, work, **payload) -> Answer`. On Flower and in the loop
-engine c is 1; in the vectorized engine it is the chunk. The engines differ only in the kernel, which
+engine c is 1; in the vectorized engine it is the chunk. The engines differ only in the way they train, whose kernel
 computes gradients and outputs for a stack of models.
 """
 
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from coterie.errors import ConfigError, ModelError
 from coterie.federation import Federation, Split, SplitName
-from coterie.local import SGD, Stack
+from coterie.local import SGD
 from coterie.network import Layout, Loss, Network
-from coterie.randomness import Rng, mix, permutations
-from coterie.transforms import apply_view
+from coterie.randomness import Rng, mix
+from coterie.training import Batches, BatchPlan, DeviceData, Job, Way
 
 
 @dataclass(frozen=True)
@@ -81,20 +81,6 @@ def take(models: Models, choice: Tensor) -> Tensor:
     return models.table[models.refs.gather(1, choice.to(models.refs.device).unsqueeze(1)).squeeze(1)]
 
 
-class Kernel(Protocol):
-    """How a stack of c models is computed; what tells the engines apart."""
-
-    def gradients(
-        self, params: Stack, buffers: Stack, x: Tensor, y: Tensor, mask: Tensor | None, keys: Tensor
-    ) -> Stack:
-        """Gradients of each model's mean loss over its batch [c, B, ...]; float buffers are updated in place."""
-        ...
-
-    def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
-        """Outputs [c, n, ...] of models [c, P] for inputs [c, n, ...], in eval mode."""
-        ...
-
-
 class Memory(Protocol):
     """Named tensors that stay with the clients of a block."""
 
@@ -107,42 +93,6 @@ class Memory(Protocol):
         ...
 
 
-class DeviceData:
-    """The packed samples of a federation on a device; batches are gathered by row and seen through views."""
-
-    def __init__(self, federation: Federation, device: torch.device, dtype: torch.dtype) -> None:
-        self.federation = federation
-        self.x = federation.x.to(device)
-        self.y = federation.y.to(device)
-        if self.y.is_floating_point():
-            self.y = self.y.to(dtype)
-        self.device, self.dtype = device, dtype
-        names: tuple[SplitName, ...] = ("train", "valid", "test")
-        self._index = {name: federation.split(name).index.to(device) for name in names}
-
-    def index(self, split: SplitName) -> Tensor:
-        """Rows of all shards of a split, on the device."""
-        return self._index[split]
-
-    def gather(self, rows: Tensor, view: Tensor) -> tuple[Tensor, Tensor]:
-        """Samples of rows [c, n] as c clients of these views (a CPU tensor [c]) see them."""
-        x = self.x[rows]
-        x = x.to(self.dtype)
-        if self.federation.mean != 0.0 or self.federation.std != 1.0:
-            x = (x - self.federation.mean) / self.federation.std
-        y = self.y[rows]
-        present = view.unique().tolist()
-        for number in present:
-            transforms = self.federation.views[number]
-            if not transforms:
-                continue
-            who = slice(None) if len(present) == 1 else (view == number).nonzero().flatten().to(self.device)
-            seen_x, seen_y = apply_view(transforms, x[who].flatten(0, 1), y[who].flatten(0, 1), rows[who].flatten())
-            x[who] = seen_x.reshape(-1, *x.shape[1:])
-            y[who] = seen_y.reshape(-1, *y.shape[1:])
-        return x, y
-
-
 class Block:
     """c clients that do the same thing at once."""
 
@@ -151,7 +101,7 @@ class Block:
         clients: Tensor,
         data: DeviceData,
         task: Task,
-        kernel: Kernel,
+        way: Way,
         memory: Memory,
         rng: Rng,
         samples_at_once: int,
@@ -160,7 +110,8 @@ class Block:
         self.task = task
         self.memory = memory
         self._data = data
-        self._kernel = kernel
+        self._way = way
+        self._kernel = way.kernel
         self._keys = rng.keys(data.federation.keys[clients].to(data.device))  # [c]
         self._at_once = samples_at_once
         self._view = data.federation.view_of(clients)  # [c]
@@ -185,45 +136,35 @@ class Block:
 
     # ---- training ----
 
-    def train(self, start: Tensor, work: SGD, **extras: Tensor) -> Tensor:
-        """Train from `start` [c, P] on the clients' own samples; the trained models [c, P].
+    def train(self, start: Tensor | Models, work: SGD, **extras: Tensor) -> Tensor:
+        """Train from `start` (models [c, P], or those that were sent) on the clients' own samples: models [c, P].
 
         `extras` are per-client tensors [c, ...] that the work knows (`prox`).
         """
-        plan = _BatchPlan(self._sizes("train"), work)
+        plan = BatchPlan(self._sizes("train"), work)
         self.gradients += plan.num_samples * work.gradients
-        order = plan.order.to(start.device)
-        layout = self.task.layout
-        begun = start[order]
-        tensors = {name: t.clone() for name, t in layout.unpack(begun).items()}
-        params = [tensors[slot.name] for slot in layout.parameters]
-        buffers = [tensors[slot.name] for slot in layout.buffers]
-        named = layout.unpack(begun) if work.anchored else {}
-        anchor = [named[slot.name] for slot in layout.parameters] if work.anchored else []
-        del begun
-        extras = {name: value[order] for name, value in extras.items()}
-        velocity = [torch.zeros_like(p) for p in params] if work.momentum else None
-        batches = [_Batches(self, plan, work, stream) for stream in range(work.streams)]
-        step_keys = self.rng("dropout")[order]
+        sent = start if isinstance(start, Models) else Models(start, torch.arange(len(self), device=start.device))
+        device = sent.table.device
+        in_order = torch.empty(len(self), self.task.layout.size, dtype=sent.table.dtype, device=device)
+        streams = [self.rng(f"batches {stream}") for stream in range(work.streams)]
+        dropout = self.rng("dropout")
+        self._data.rendered()  # now, and not by several threads at once
 
-        for step in range(plan.num_steps):
-            active = plan.active(step)  # clients that are still at work: a prefix, by the order
-            now = [p[:active] for p in params]
-            kept = [b[:active] for b in buffers]
-            keys = mix(step_keys[:active] + step)
+        def one(which: slice) -> None:
+            part = plan.part(which)
+            order = part.order.to(device)
+            keys = [None if work.batch_size == "full" else stream[order] for stream in streams]
+            batches = [Batches(self._data, self.clients[part.order], part, key) for key in keys]
+            own = {name: value[order] for name, value in extras.items()}
+            refs = sent.refs[order]
+            same = len(refs) == 1 or len(sent.table) == 1  # then nothing is copied
+            begun = sent.table[int(refs[0])].expand(len(refs), -1) if same else sent.table[refs]
+            self._way.train(Job(self.task.layout, begun, in_order[which], work, part, batches, dropout[order], own))
 
-            def gradient(at: Any, stream: int, step: int = step, kept: Stack = kept, keys: Tensor = keys) -> Stack:
-                x, y, mask = batches[stream].at(step)
-                return self._kernel.gradients(list(at), kept, x, y, mask, keys)
-
-            direction = work.direction(
-                gradient, now, [a[:active] for a in anchor], {n: e[:active] for n, e in extras.items()}
-            )
-            work.step(now, direction, None if velocity is None else [v[:active] for v in velocity])
-        trained = layout.pack(tensors)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        return trained[back]
+        self._way.each(one, plan)
+        back = torch.empty_like(plan.order)
+        back[plan.order] = torch.arange(len(back))
+        return in_order if torch.equal(back, plan.order) else in_order[back.to(device)]
 
     def gradient(self, params: Tensor) -> tuple[Tensor, Tensor]:
         """Gradient of the mean loss over all training samples, and the float buffers after it.
@@ -298,13 +239,13 @@ class Block:
         for model in pairs[:, 0].unique().tolist():
             mine = pairs[:, 0] == model
             some, lengths = pairs[mine], sizes[mine]
-            rows = torch.cat([self._data.index(split)[offsets[s] : offsets[s + 1]] for s in some[:, 1].tolist()])
+            where = _runs(offsets[some[:, 1]], lengths)  # places in the split, shard after shard
             view = some[:, 2].repeat_interleave(lengths)  # one for each sample
             found, labels = [], []
-            for part in torch.arange(len(rows)).split(self._at_once) if len(rows) else [torch.arange(0)]:
-                x, y = self._data.gather(rows[part.to(rows.device)].unsqueeze(1), view[part])
-                found.append(self._kernel.outputs(table[model : model + 1], x.transpose(0, 1))[0])
-                labels.append(y[:, 0])
+            for part in torch.arange(len(where)).split(self._at_once) if len(where) else [torch.arange(0)]:
+                x, y = self._data.at(split, where[part].to(self._data.device), view[part])
+                found.append(self._kernel.outputs(table[model : model + 1], x.unsqueeze(0))[0])
+                labels.append(y)
             yield some, torch.cat(found), torch.cat(labels), lengths
 
     def _forward_own(
@@ -337,90 +278,6 @@ class Block:
         which = self._split(split)
         shard = int(which.shard[self.clients[position]])
         return slice(int(which.offsets[shard]), int(which.offsets[shard + 1]))
-
-
-class _BatchPlan:
-    """How many steps each client makes, and how many samples each step takes; known without any data."""
-
-    def __init__(self, sizes: Tensor, work: SGD) -> None:
-        batch = sizes if work.batch_size == "full" else torch.full_like(sizes, int(work.batch_size))
-        per_epoch = -(-sizes // batch)
-        steps = per_epoch * work.epochs if work.steps is None else torch.full_like(sizes, work.steps)
-        self.order = torch.argsort(steps, descending=True, stable=True)  # the busiest first
-        self.sizes = sizes[self.order]
-        self.per_epoch = per_epoch[self.order]
-        self.steps = steps[self.order]
-        self.batch = batch[self.order]
-        self.num_steps = int(self.steps.max())
-        last = torch.minimum(self.steps % self.per_epoch * self.batch, self.sizes)
-        self.num_samples = int((self.steps // self.per_epoch * self.sizes + last).sum())  # of all clients and steps
-
-    def active(self, step: int) -> int:
-        """Number of clients that still work at this step; they come first in the order."""
-        return int((self.steps > step).sum())
-
-    def counts(self, step: int) -> Tensor:
-        """Samples of each active client's batch."""
-        active = self.active(step)
-        done = (step % self.per_epoch[:active]) * self.batch[:active]
-        return torch.minimum(self.batch[:active], self.sizes[:active] - done)
-
-
-class _Batches:
-    """The batches of one stream: for every epoch a new permutation of each client's samples."""
-
-    def __init__(self, block: Block, plan: _BatchPlan, work: SGD, stream: int) -> None:
-        self._data = block._data
-        self._plan = plan
-        device = block._data.device
-        clients = block.clients[plan.order]
-        split = block._split("train")
-        self._view = block._data.federation.view_of(clients)
-        self._start = split.offsets[split.shard[clients]].to(device)  # [c]
-        self._per_epoch = plan.per_epoch.to(device)
-        self._batch = plan.batch.to(device)
-        self._sizes = plan.sizes.to(device)
-        self._keys = None if work.batch_size == "full" else block.rng(f"batches {stream}")[plan.order.to(device)]
-        self._epoch: dict[int, Tensor] = {}
-        self._made: tuple[int, tuple[Tensor, Tensor, Tensor | None]] | None = None
-
-    def at(self, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Inputs [a, B, ...], labels [a, B] and mask [a, B] (None if all rows are real) of the active clients."""
-        if self._made is None or self._made[0] != step:
-            self._made = (step, self._make(step))
-        return self._made[1]
-
-    def _make(self, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        counts = self._plan.counts(step)
-        active, width = len(counts), int(counts.max())
-        device = self._start.device
-        place = torch.arange(width, device=device)
-        position = (step % self._per_epoch[:active] * self._batch[:active]).unsqueeze(1) + place  # [a, B]
-        position = torch.minimum(position, self._sizes[:active].unsqueeze(1) - 1)
-        if self._keys is not None:
-            position = self._shuffled(step, position)
-        rows = self._data.index("train")[self._start[:active].unsqueeze(1) + position]
-        x, y = self._data.gather(rows, self._view[:active])
-        if bool((counts == width).all()):
-            return x, y, None
-        mask = place < counts.to(device).unsqueeze(1)
-        return x, y, mask.to(self._data.dtype)
-
-    def _shuffled(self, step: int, position: Tensor) -> Tensor:
-        """Positions within an epoch -> positions within the shard, by each client's own epoch."""
-        active = len(position)
-        epochs = step // self._plan.per_epoch[:active]
-        shuffled = torch.empty_like(position)
-        for epoch in epochs.unique().tolist():
-            if epoch not in self._epoch:
-                # Clients are at different epochs at the same step; each epoch is drawn once for all.
-                assert self._keys is not None
-                self._epoch[epoch] = permutations(mix(self._keys + epoch), self._plan.sizes)
-            who = (epochs == epoch).nonzero().flatten().to(position.device)
-            shuffled[who] = self._epoch[epoch][who].gather(1, position[who])
-        for old in [e for e in self._epoch if e < int(epochs.min())]:
-            del self._epoch[old]
-        return shuffled
 
 
 class _Scores:
@@ -463,6 +320,16 @@ class _Scores:
         return {name: torch.cat(parts) for name, parts in self._parts.items() if parts}
 
 
+def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
+    """start, start + 1, ... of each run, one run after the other.
+
+    >>> _runs(torch.tensor([10, 40]), torch.tensor([3, 2])).tolist()
+    [10, 11, 12, 40, 41]
+    """
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
+
+
 def _segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=lengths, initial=0.0)
 
@@ -503,7 +370,7 @@ OWN_MODEL = "model"
 @client_step
 def train(block: Block, models: Models, work: SGD) -> Answer:
     """Train the model that was sent."""
-    return Answer(params=block.train(models.rows(), work), samples=block.samples)
+    return Answer(params=block.train(models, work), samples=block.samples)
 
 
 @client_step

@@ -162,13 +162,12 @@ class Engine(abc.ABC):
             )
 
 
-def too_large(learned: Tensor, sent: Tensor | None) -> Tensor:
-    """Which of the models or gradients [c, P] are so large that they can only be wrong, bool [c].
+def too_large(length: Tensor, sent: Tensor | None) -> Tensor:
+    """Which models or gradients, of these lengths [c], are so large that they can only be wrong, bool [c].
 
     `sent` [c] is the length of the model that the client was sent. Each is judged by itself, so that the verdict does
     not hang on who else is in the chunk.
     """
-    length = torch.linalg.vector_norm(learned, dim=1)
     limit = _LARGE * (1 + (torch.zeros_like(length) if sent is None else sent.to(length)))
     return torch.gt(length, limit)
 

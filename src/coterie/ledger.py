@@ -10,6 +10,7 @@ Beside bytes, the work of the clients: how many gradients of single samples they
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
@@ -27,8 +28,14 @@ Phase = Literal["start", "round", "repair", "evaluate"]
 def fingerprints(table: Tensor) -> list[int]:
     """One number per row of [M, P] that tells its content; equal rows have equal numbers."""
     whole = torch.int64 if table.element_size() == 8 else torch.int32
-    weights = mix(torch.arange(table.shape[1], device=table.device)) | 1
-    return [int((row.contiguous().view(whole).long() * weights).sum()) for row in table]
+    weights = _weights(table.shape[1], table.device)
+    return [int((row.contiguous().view(whole) * weights).sum()) for row in table]
+
+
+@functools.lru_cache(maxsize=4)
+def _weights(size: int, device: torch.device) -> Tensor:
+    """Odd random numbers; made once, since that takes longer than using them."""
+    return mix(torch.arange(size, device=device)) | 1
 
 
 @dataclass

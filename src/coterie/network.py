@@ -103,6 +103,7 @@ class _Context:
     mask: Tensor | None = None  # [B], 1 for a real row
     key: Tensor | None = None  # scalar int64
     draws: int = 0  # dropout layers met on the way through, so that a layer used twice draws twice
+    alone: bool = False  # one model by itself, not within vmap: torch's own layers can be used
 
 
 class Network:
@@ -128,15 +129,26 @@ class Network:
         train: bool = False,
         mask: Tensor | None = None,
         key: Tensor | None = None,
+        alone: bool = False,
     ) -> Tensor:
         """Outputs of one model for inputs [B, ...]; in train mode the float buffers in `tensors` are updated."""
         if self._module.training != train:
             self._module.train(train)
         self._context.mask, self._context.key, self._context.draws = mask, key, 0
+        self._context.alone = alone
         outputs = torch.func.functional_call(self._module, dict(tensors), (x,))
         if not isinstance(outputs, Tensor):
             raise ModelError(f"The network must return one tensor. Got {type(outputs).__name__} instead.")
         return outputs
+
+    @property
+    def module(self) -> nn.Module:
+        """The prepared module, on the device."""
+        return self._module
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of the prepared module by their names in the layout."""
+        return list(self._module.named_parameters())
 
     def find_out_keyed(self, x: Tensor) -> None:
         """Notice a network that draws random numbers of its own (functional dropout): torch's generator moves on."""
@@ -241,6 +253,9 @@ class _MaskedBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [B, C, ...]."""
+        if self._context[0].alone and self._context[0].mask is None and (not self.training or x[:, 0].numel() > 1):
+            settings = (self.weight, self.bias, self.training, self.momentum, self.eps)
+            return nn.functional.batch_norm(x, self.running_mean, self.running_var, *settings)
         shape = [1, -1] + [1] * (x.dim() - 2)
         mean, var = self._statistics(x) if self.training else (self.running_mean, self.running_var)
         scale = torch.rsqrt(var + self.eps)
@@ -257,7 +272,7 @@ class _MaskedBatchNorm(nn.Module):
         spatial = x.shape[2:].numel()
         mask = self._context[0].mask
         if mask is None:
-            count = torch.tensor(float(x.shape[0] * spatial), dtype=x.dtype, device=x.device)
+            count = torch.full((), float(x.shape[0] * spatial), dtype=x.dtype, device=x.device)
             weight = torch.ones((), dtype=x.dtype, device=x.device)
         else:
             count = mask.sum() * spatial

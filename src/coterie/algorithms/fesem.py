@@ -37,7 +37,7 @@ def train_near_center(block: Block, models: Models, work: SGD, mean_samples: Ten
     """Train with a pull of prox / (m alpha_i) towards the center; m alpha_i is samples / mean samples."""
     assert isinstance(work, Proximal)
     pull = (work.prox * mean_samples / block.samples).to(models.table.dtype)  # [c]
-    return Answer(params=block.train(models.rows(), work, prox=pull), samples=block.samples)
+    return Answer(params=block.train(models, work, prox=pull), samples=block.samples)
 
 
 @register

@@ -37,7 +37,7 @@ from coterie.settings import setting
 @client_step
 def train_only(block: Block, models: Models, work: SGD) -> Answer:
     """Train the model that was sent, and send nothing but the model."""
-    return Answer(params=block.train(models.rows(), work))
+    return Answer(params=block.train(models, work))
 
 
 @client_step

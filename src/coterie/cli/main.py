@@ -8,7 +8,7 @@ import click
 import typer
 from rich.console import Console
 
-from coterie.cli import choose, compare, data, data_show, lists, onboard, run, sweep
+from coterie.cli import bench, choose, compare, data, data_show, lists, onboard, run, sweep
 from coterie.errors import CoterieError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("show")(run.show)
 app.command("compare")(compare.compare)
+app.command("bench")(bench.bench)
 app.command("sweep")(sweep.sweep)
 app.command("choose-k")(choose.choose)
 app.command("onboard")(onboard.onboard)

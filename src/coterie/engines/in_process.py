@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from coterie.block import Answer, Block, ClientStep, DeviceData, Kernel, Models, Task, check_network, step_name
+from coterie.block import Answer, Block, ClientStep, Models, Task, check_network, step_name
 from coterie.engine import Chunk, Engine, Failure, available_memory, resolve_device, too_large
 from coterie.errors import ConfigError, CoterieError, EngineError
 from coterie.federation import Federation
@@ -19,8 +21,9 @@ from coterie.local import SGD
 from coterie.network import Network
 from coterie.randomness import Rng
 from coterie.settings import build, setting, values_of
+from coterie.training import DeviceData, Way
 
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
 _DEFAULT_BUDGET_MB = 1024
 _LATE = "did not answer (simulated)"
 _NOT_FINITE = "the answer is not finite"
@@ -31,14 +34,58 @@ _TOO_LARGE = "the answer is far too large"
 class EngineSettings:
     """Settings of the engines in this process: `--set engine.FIELD=VALUE`."""
 
-    precision: Literal["float32", "float64"] = setting("float32", "float type of models and data")
+    plan: Literal[
+        "auto",
+        "layers",
+        "layers+workers",
+        "stacked",
+        "loop",
+        "layers+graph",
+        "streams+graph",
+        "stacked+graph",
+        "loop+graph",
+    ] = setting("auto", "how stacks of clients are computed; auto measures the ways that are possible")
+    precision: Literal["auto", "float32", "tf32", "bf16", "float64"] = setting(
+        "auto", "arithmetic: auto is float32 on a CPU and tf32 on a GPU; models are float32 in tf32 and bf16"
+    )
+    compile: bool = setting(False, "pass stacked gradients through torch.compile")
     memory: int | None = setting(None, "MB that one chunk of clients may take; by default 1024, or half a GPU", ge=1)
-    chunk: int | None = setting(None, "clients trained as one program; by default from memory", ge=1)
+    chunk: int | None = setting(None, "clients whose models are in hand at a time; by default from memory", ge=1)
+    piece: int | None = setting(None, "clients of one stack on a CPU; by default what stays in the cache", ge=1)
+    workers: int | None = setting(None, "stacks at work at a time on a CPU; by default torch's threads", ge=1)
 
 
 def _budget_mb(device: torch.device) -> int:
     free = available_memory(device) >> 20
     return free // 2 if device.type == "cuda" else max(1, min(_DEFAULT_BUDGET_MB, free // 4))
+
+
+@contextlib.contextmanager
+def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
+    """Within it, products of float32 are computed as `precision` says; what was set before is put back."""
+    if device.type != "cuda" and precision != "bf16":
+        yield
+        return
+    cast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+    if device.type != "cuda":
+        with cast:
+            yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = precision != "float32"
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=precision != "float32"), cast:
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _joined(chunks: Sequence[Chunk]) -> Chunk:
+    """Several chunks of one call as one."""
+    answer = Answer(**{k: torch.cat([chunk.answer[k] for chunk in chunks]) for k in chunks[0].answer})
+    clients = torch.cat([chunk.clients for chunk in chunks])
+    failed = tuple(failure for chunk in chunks for failure in chunk.failed)
+    return Chunk(clients, torch.cat([chunk.positions for chunk in chunks]), answer, failed)
 
 
 class MemoryStore:
@@ -110,10 +157,14 @@ class InProcessEngine(Engine):
         self._device = resolve_device(device)
         if self.settings.memory is None:  # settled now, so that the run can say it and a resumed run repeat it
             self.settings = replace(self.settings, memory=_budget_mb(self._device))
+        if self.settings.precision == "auto":
+            self.settings = replace(self.settings, precision="tf32" if self._device.type == "cuda" else "float32")
+        if self.settings.precision == "tf32" and self._device.type != "cuda":
+            raise ConfigError("engine.precision=tf32 is arithmetic of GPUs; use float32 on a CPU.")
         self._dtype = _DTYPES[self.settings.precision]
         self.network = Network(task.module, self._dtype, self._device)
         check_network(self.network, task, federation)
-        self.data = DeviceData(federation, self._device, self._dtype)
+        self.data = DeviceData(federation, self._device, self._dtype, self._may_render())
         self.memory = MemoryStore(len(federation), self._device)
         self._itemsize = self._dtype.itemsize
         sample = federation.samples(0)[0][:1].to(self._device, self._dtype)
@@ -121,7 +172,8 @@ class InProcessEngine(Engine):
         # Looking only keeps a few layers alive at a time; half of the budget is left to the models.
         per_sample = 3 * self._activations * self._itemsize
         self._samples_at_once = int(min(max(1, self.memory_budget() // 2 // per_sample), 8192))
-        self.kernel = self.make_kernel()
+        self._most = len(federation)  # clients in a chunk; less once memory has run out
+        self.way = self.make_way()
         if federation.reserved is not None:
             x, y = federation.reserved_samples()
             self.reserved = (x.to(self._device, self._dtype), y.to(self._device))
@@ -131,9 +183,24 @@ class InProcessEngine(Engine):
         super().begin(round, phase)
         self.data.federation = self.federation.at(round)
 
-    def make_kernel(self) -> Kernel:
-        """The way this engine computes a stack of models."""
+    def make_way(self) -> Way:
+        """The way this engine trains stacks of clients."""
         raise NotImplementedError
+
+    def _may_render(self) -> int:
+        """Bytes that training samples may take as clients see them, ready to be picked."""
+        free = available_memory(self._device)
+        return int(0.3 * free) if self._device.type == "cuda" else min(1 << 30, free // 8)
+
+    def precision(self) -> AbstractContextManager[None]:
+        """Within it, arithmetic is as the settings say."""
+        return arithmetic(self.settings.precision, self._device)
+
+    def block_of(self, clients: Tensor, way: Way, rng: Rng | None = None) -> Block:
+        """These clients as a block that is trained in this way."""
+        memory = _BlockMemory(self.memory, clients)
+        rng = Rng.seed(0) if rng is None else rng
+        return Block(clients, self.data, self.task, way, memory, rng, self._samples_at_once)
 
     def chunk_size(self, work: SGD) -> int:
         """How many clients are trained as one program."""
@@ -219,7 +286,7 @@ class InProcessEngine(Engine):
     def _chunks(self, cohort: Tensor, work: SGD) -> Iterator[Tensor]:
         """Positions in the cohort, clients of like size together so that little is padded."""
         order = torch.argsort(self.federation.train.sizes[cohort], descending=True, stable=True)
-        yield from order.split(self.chunk_size(work))
+        yield from order.split(min(self.chunk_size(work), self._most))
 
     def _ask(
         self,
@@ -235,24 +302,20 @@ class InProcessEngine(Engine):
         rng: Rng,
     ) -> Chunk:
         clients = cohort[positions]
-        block = Block(
-            clients,
-            self.data,
-            self.task,
-            self.kernel,
-            _BlockMemory(self.memory, clients),
-            rng,
-            self._samples_at_once,
-        )
+        block = self.block_of(clients, self.way, rng)
         sent = None
         if models is not None and refs is not None:
             sent = Models(models, refs[positions].to(self._device))
         own = {key: value[positions.to(value.device)].to(self._device) for key, value in each.items()}
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.precision():
                 answer = step(block, sent, work, **shared, **own)
         except CoterieError:
             raise
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            return self._after_running_out(
+                error, step, cohort, positions, models, refs, lengths, shared, each, work, rng
+            )
         except Exception as error:  # a client's own code may raise anything; it is that client's failure
             return self._after_exception(error, step, cohort, positions, models, refs, lengths, shared, each, work, rng)
         self.ledger.record_work(self.phase, step_name(step), block.gradients)
@@ -262,6 +325,24 @@ class InProcessEngine(Engine):
         if lengths is not None and sent is not None:
             longest = lengths[sent.refs].reshape(len(clients), -1).amax(1)
         return self._checked(step, clients, positions, answer, longest)
+
+    def _after_running_out(
+        self, error: BaseException, step: ClientStep, cohort: Tensor, positions: Tensor, *call: Any
+    ) -> Chunk:
+        """Out of memory: go on with half as many clients at a time, and say so."""
+        if len(positions) == 1:
+            raise EngineError(
+                f"{step_name(step).rpartition(':')[2]} of one client does not fit into the memory of {self._device}: "
+                f"{str(error).splitlines()[0] if str(error) else 'out of memory'}"
+            ) from error
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._most = max(1, len(positions) // 2)
+        self.notes.append(
+            f"round {self.round}: out of memory with {len(positions)} clients; going on with {self._most}"
+        )
+        halves = [self._ask(step, cohort, part, *call) for part in positions.split(self._most)]
+        return _joined([half for half in halves if len(half.clients)] or halves[:1])
 
     def _after_exception(
         self, error: Exception, step: ClientStep, cohort: Tensor, positions: Tensor, *call: Any
@@ -276,9 +357,7 @@ class InProcessEngine(Engine):
         failed = tuple(failure for chunk in single for failure in chunk.failed)
         if not good:
             raise EngineError(f"{step_name(step)} failed at every client: {type(error).__name__}: {error}") from error
-        answer = Answer(**{k: torch.cat([chunk.answer[k] for chunk in good]) for k in good[0].answer})
-        clients = torch.cat([chunk.clients for chunk in good])
-        return Chunk(clients, torch.cat([chunk.positions for chunk in good]), answer, failed)
+        return replace(_joined(good), failed=failed)
 
     def _checked(
         self, step: ClientStep, clients: Tensor, positions: Tensor, answer: Answer, lengths: Tensor | None = None
@@ -291,10 +370,12 @@ class InProcessEngine(Engine):
                 raise EngineError(
                     f"{step_name(step)} answered '{key}' of shape {tuple(tensor.shape)} for {len(clients)} clients."
                 )
-            if tensor.is_floating_point():
-                finite &= torch.isfinite(tensor.flatten(1).sum(1) if tensor.dim() > 1 else tensor)
             if key in ("params", "gradient"):
-                large |= too_large(tensor, lengths)
+                length = torch.linalg.vector_norm(tensor, dim=1)  # one look at it tells both
+                finite &= torch.isfinite(length)
+                large |= too_large(length, lengths)
+            elif tensor.is_floating_point():
+                finite &= torch.isfinite(tensor.flatten(1).sum(1) if tensor.dim() > 1 else tensor)
         if bool((finite & ~large).all()):
             return Chunk(clients, positions, answer)
         reasons = {_NOT_FINITE: ~finite, _TOO_LARGE: finite & large}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coterie.block import Kernel
 from coterie.engines.in_process import InProcessEngine
 from coterie.local import SGD, Stack
 from coterie.network import Layout, Loss, Network
+from coterie.training import Way
 
 
 class PlainKernel:
@@ -38,13 +38,15 @@ class PlainKernel:
         with torch.enable_grad(), torch.random.fork_rng(devices=devices, enabled=not self._network.keyed):
             if not self._network.keyed:
                 torch.manual_seed(int(key) & ((1 << 63) - 1))
-            outputs = self._network(named, x, train=True, key=key)
+            outputs = self._network(named, x, train=True, key=key, alone=True)
             loss = self._loss(outputs, y).mean()
         return list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
 
     def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
         """See `Kernel.outputs`."""
-        return torch.stack([self._network(self._layout.unpack(row), rows) for row, rows in zip(flat, x, strict=True)])
+        return torch.stack(
+            [self._network(self._layout.unpack(row), rows, alone=True) for row, rows in zip(flat, x, strict=True)]
+        )
 
 
 class LoopEngine(InProcessEngine):
@@ -52,10 +54,10 @@ class LoopEngine(InProcessEngine):
 
     name = "loop"
 
-    def make_kernel(self) -> Kernel:
+    def make_way(self) -> Way:
         """Plain autograd."""
         self.network.find_out_keyed(self.data.federation.samples(0)[0])
-        return PlainKernel(self.network, self.task.loss)
+        return Way("loop", PlainKernel(self.network, self.task.loss))
 
     def chunk_size(self, work: SGD) -> int:
         """One client."""

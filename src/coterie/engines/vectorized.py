@@ -1,8 +1,14 @@
-"""The fast engine: a chunk of clients as one program, with stacked parameters and `torch.func.vmap`.
+"""The fast engine: stacks of clients as one program, in the way that is fastest for this network on this machine.
 
-A network that cannot be stacked (its code depends on values, or its layers mix samples in a way of their
-own) is found out at the start by comparing with plain autograd; its clients are then trained one at a time,
-and the run says so.
+The ways, best first where they are equal: `layers` (hand-written stacked layers with the update folded in), `stacked`
+(any network, by `torch.func.vmap`), `loop` (one client at a time). On a CPU stacks of layers may also be trained by
+several threads, a stack each (`layers+workers`). On a GPU each way may be recorded as a CUDA graph (`layers+graph`,
+`stacked+graph`, `loop+graph`), layers also with the convolutions of several clients beside each other
+(`streams+graph`). The engine measures those that are possible on some of the run's own clients when it starts, and
+remembers the result for this machine; `--set engine.plan=NAME` decides instead.
+
+A network that cannot be stacked (its code depends on values, or its layers mix samples in a way of their own) is found
+out at the start by comparing with plain autograd; its clients are then trained one at a time, and the run says so.
 """
 
 from __future__ import annotations
@@ -12,24 +18,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.block import Kernel
 from coterie.engines.in_process import InProcessEngine
+from coterie.engines.layers import LayerKernel
 from coterie.engines.loop import PlainKernel
+from coterie.engines.plans import Candidate, choose, measure
+from coterie.errors import ConfigError
 from coterie.local import SGD, Stack
 from coterie.network import Loss, Network, Tensors
+from coterie.training import Kernel, Way
+
+_CACHE_BYTES = 4 << 20  # what a stack may take on a CPU, so that it stays in the cache
+_HEAP_BYTES = 24 << 20  # models of a chunk on a CPU: beyond 32 MB the C library takes fresh pages for each tensor
+_LARGEST_PIECE = 32
+_STREAMS = 16  # on which convolutions of several clients run beside each other on a GPU
+_LOOPS = 4  # clients of a recorded loop, each on a stream of its own
+_BESIDE = 64  # clients that are recorded so: each has launches of its own
 
 
 class StackedKernel:
     """Gradients and outputs of c models at once."""
 
-    def __init__(self, network: Network, loss: Loss) -> None:
+    def __init__(self, network: Network, loss: Loss, compiled: bool = False) -> None:
         self._network, self._loss = network, loss
         self._layout = network.layout
         self._names = [slot.name for slot in self._layout.parameters]
         self._buffer_names = [slot.name for slot in self._layout.buffers]
         gradient = torch.func.grad(self._mean_loss, has_aux=True)
-        self._plain = torch.func.vmap(gradient, in_dims=(0, 0, 0, 0, None, 0))
-        self._masked = torch.func.vmap(gradient, in_dims=(0, 0, 0, 0, 0, 0))
+        self._plain: Any = torch.func.vmap(gradient, in_dims=(0, 0, 0, 0, None, 0))
+        self._masked: Any = torch.func.vmap(gradient, in_dims=(0, 0, 0, 0, 0, 0))
+        self._compiled: dict[Any, Any] | None = {} if compiled else None
         self._forward = torch.func.vmap(self._network, in_dims=(0, 0))
         self._one = PlainKernel(network, loss)
 
@@ -48,11 +65,25 @@ class StackedKernel:
         """See `Kernel.gradients`."""
         named = dict(zip(self._names, params, strict=True))
         kept = dict(zip(self._buffer_names, buffers, strict=True))
-        function = self._plain if mask is None else self._masked
-        found, changed = function(named, kept, x, y, mask, keys)
+        found, changed = self._called(self._plain if mask is None else self._masked, named, kept, x, y, mask, keys)
         for name, buffer in kept.items():
             buffer.copy_(changed[name])
         return [found[name] for name in self._names]
+
+    compile_error: str | None = None  # why the compiler is not used, though it was asked for
+
+    def _called(self, function: Any, *arguments: Any) -> Any:
+        """What the compiler cannot do is done without it."""
+        if self._compiled is None:
+            return function(*arguments)
+        try:
+            if function not in self._compiled:
+                self._compiled[function] = torch.compile(function, dynamic=False)
+            return self._compiled[function](*arguments)
+        except Exception as error:  # compilers raise many kinds
+            self.compile_error = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            self._compiled = None
+            return function(*arguments)
 
     def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
         """See `Kernel.outputs`."""
@@ -67,42 +98,108 @@ class VectorizedEngine(InProcessEngine):
 
     name = "vectorized"
 
-    def make_kernel(self) -> Kernel:
-        """Stacked if the network allows it, else plain."""
+    def make_way(self) -> Way:
+        """The fastest of the ways that are possible here."""
         self.network.find_out_keyed(self.data.federation.samples(0)[0])
-        plain = PlainKernel(self.network, self.task.loss)
-        stacked = StackedKernel(self.network, self.task.loss)
-        reason = self._why_not_stacked(plain, stacked)
-        self._stacked = reason is None
-        if reason is None:
-            return stacked
-        self.notes.append(f"the network cannot be stacked ({reason}); clients are trained one at a time")
-        return plain
+        candidates = self._candidates()
+        wanted = self.settings.plan
+        known = {candidate.name for candidate in candidates}
+        if wanted != "auto" and wanted not in known:
+            possible = ", ".join(candidate.name for candidate in candidates)
+            raise ConfigError(f"engine.plan={wanted} is not possible for this network here; possible: {possible}.")
+        if wanted != "auto":
+            return next(candidate for candidate in candidates if candidate.name == wanted).make()
+        if len(candidates) == 1:
+            return candidates[0].make()
+        self.measured = measure(self, candidates)
+        return choose(candidates, self.measured).make()
 
-    def chunk_size(self, work: SGD) -> int:
+    measured: dict[str, float] | None = None  # microseconds of a client's step, by way
+
+    def _candidates(self) -> list[Candidate]:
+        """The ways that are possible, those to be preferred first."""
+        plain = PlainKernel(self.network, self.task.loss)
+        stacked = StackedKernel(self.network, self.task.loss, self.settings.compile)
+        reason = self._why_not_stacked()
+        found: list[Candidate] = []
+        cuda = self._device.type == "cuda"
+        graph = cuda and self.data.rendered() is not None and self.network.keyed
+        if cuda:
+            from coterie.engines.graphs import GraphWay
+        low = cuda and self.settings.precision == "bf16"
+        layers = LayerKernel.of(self.network, self.task.loss, low=low) if reason is None else None
+        if layers is not None:
+            fast: LayerKernel = layers
+            if graph:
+                found.append(Candidate("layers+graph", lambda: GraphWay("layers+graph", fast, self._chunk())))
+            if graph and fast.has_pictures:
+                beside = LayerKernel.of(self.network, self.task.loss, grouped=False, low=low, streams=_STREAMS)
+                assert beside is not None
+                wide = min(self._chunk(), _BESIDE)
+                found.append(Candidate("streams+graph", lambda: GraphWay("streams+graph", beside, wide)))
+            piece, workers = self._chunk() if cuda else self._piece(), self._workers()
+            found.append(Candidate("layers", lambda: Way("layers", fast, piece)))
+            if not cuda and workers > 1:
+                found.append(Candidate("layers+workers", lambda: Way("layers+workers", fast, piece, workers)))
+        if reason is None:
+            if graph:
+                found.append(Candidate("stacked+graph", lambda: GraphWay("stacked+graph", stacked, self._chunk())))
+            found.append(Candidate("stacked", lambda: Way("stacked", stacked, self._chunk())))
+        else:
+            self.notes.append(f"the network cannot be stacked ({reason}); clients are trained one at a time")
+        if cuda and self.data.rendered() is not None and self.network.keyed:
+            beside_each_other = min(self._chunk(), _LOOPS)
+            found.append(Candidate("loop+graph", lambda: GraphWay("loop+graph", plain, beside_each_other)))
+        found.append(Candidate("loop", lambda: Way("loop", plain)))
+        return found
+
+    def _piece(self) -> int:
+        """Clients of a stack that stays in the cache of a CPU."""
+        if self.settings.piece is not None:
+            return self.settings.piece
+        work = self.task.work
+        batch = int(self.federation.train.sizes.max()) if work.batch_size == "full" else int(work.batch_size)
+        size = self._itemsize * ((1 + bool(work.momentum)) * self.task.layout.size + 2 * batch * self._activations)
+        return max(4, min(_CACHE_BYTES // size, _LARGEST_PIECE))
+
+    def _workers(self) -> int:
+        return torch.get_num_threads() if self.settings.workers is None else self.settings.workers
+
+    def _chunk(self, work: SGD | None = None) -> int:
         """As many as the budget holds."""
-        if not self._stacked:
-            return 1
         if self.settings.chunk is not None:
             return self.settings.chunk
-        return max(1, min(self.memory_budget() // self.bytes_per_client(work), self.num_clients))
+        most = self.memory_budget() // self.bytes_per_client(self.task.work if work is None else work)
+        if self._device.type == "cpu":
+            most = min(most, max(self._workers(), _HEAP_BYTES // (self.task.layout.size * self._itemsize)))
+        return max(1, min(most, self.num_clients))
+
+    def chunk_size(self, work: SGD) -> int:
+        """Clients whose models are in hand at a time."""
+        alone = self.way.piece == 1 and self.way.workers == 1 and self.settings.chunk is None
+        return 1 if alone and self._device.type == "cpu" else self._chunk(work)
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen, with the way."""
-        return super().describe() | {"way": "stacked" if self._stacked else "one at a time"}
+        """What was chosen, with the way and what was measured."""
+        more = {"plan": self.way.name, "piece": self.way.piece, "workers": self.way.workers}
+        return super().describe() | more | ({"measured": self.measured} if self.measured else {})
 
-    def _why_not_stacked(self, plain: Kernel, stacked: Kernel) -> str | None:
-        """Try one ragged step of two clients both ways; None if they agree."""
-        layout = self.task.layout
+    def _why_not_stacked(self) -> str | None:
+        """Try one ragged step of two clients both ways; None if they agree.
+
+        In float64 on the CPU, where nothing but a fault makes a difference.
+        """
         if not self.network.keyed:
             return "it draws random numbers of its own"
-        x, y = (t.to(self._device) for t in self.federation.samples(0))
-        x = x.to(self._dtype)
-        take = torch.arange(6, device=self._device) % len(x)
-        x, y = x[take].reshape(2, 3, *x.shape[1:]), y[take].reshape(2, 3, *y.shape[1:])
-        mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=self._dtype, device=self._device)
-        keys = torch.tensor([11, 12], device=self._device)
-        start = self.initial().expand(2, -1)
+        layout, device = self.task.layout, torch.device("cpu")
+        network = Network(self.task.module, torch.float64, device)
+        x, y = self.federation.samples(0)
+        take = torch.arange(6) % len(x)
+        x, y = x.double()[take].reshape(2, 3, *x.shape[1:]), y[take].reshape(2, 3, *y.shape[1:])
+        y = y.double() if y.is_floating_point() else y
+        mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.float64)
+        keys = torch.tensor([11, 12])
+        start = self.task.initial.double().expand(2, -1)
 
         def run(kernel: Kernel) -> list[Tensor]:
             named = {name: t.clone() for name, t in layout.unpack(start).items()}
@@ -112,15 +209,12 @@ class VectorizedEngine(InProcessEngine):
                 grads = kernel.gradients(params, buffers, x, y, mask, keys)
                 return [*grads, *buffers, kernel.outputs(start.contiguous(), x)]
 
-        # In full precision: tf32 rounds the two ways differently, by more than a fault would show.
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            expected = run(plain)
-            try:
-                found = run(stacked)
-            except Exception as error:  # vmap raises many kinds for what it cannot do
-                return (str(error).splitlines() or [type(error).__name__])[0][:160]
-        tolerance = 1e-3 if self._dtype == torch.float32 else 1e-8
+        expected = run(PlainKernel(network, self.task.loss))
+        try:
+            found = run(StackedKernel(network, self.task.loss))
+        except Exception as error:  # vmap raises many kinds for what it cannot do
+            return (str(error).splitlines() or [type(error).__name__])[0][:160]
         for one, other in zip(expected, found, strict=True):
-            if not torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(one.abs().max() + 1e-6)):
+            if not torch.allclose(one, other, rtol=1e-6, atol=1e-6 * float(one.abs().max() + 1e-6)):
                 return "stacked gradients differ from plain ones"
         return None
