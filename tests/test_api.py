@@ -189,7 +189,7 @@ def test_the_environment_is_written(digits: Federation, tmp_path: Path):
     assert found["torch"] == torch.__version__
     assert found["digest"] == run.summary["digest"] == digits.digest()
     assert found["plan"] == run.summary["plan"]
-    assert found["plan"].keys() >= {"engine", "device", "precision", "memory", "chunk", "way"}
+    assert found["plan"].keys() >= {"engine", "device", "precision", "memory", "chunk", "plan"}
 
 
 def too_few_outputs() -> nn.Module:

@@ -15,7 +15,7 @@ from coterie.errors import ConfigError, ModelError
 from coterie.federation import Federation
 from coterie.local import SGD
 from coterie.randomness import Rng
-from coterie.training import DeviceData
+from coterie.training import BatchPlan, DeviceData
 from coterie.transforms import Rotate
 from tests.helpers import WORK, ragged_federation, setup_of
 
@@ -27,6 +27,13 @@ def engine_of(federation=None, name="vectorized", **changes):
 
     setup = setup_of(FedAvg(), federation, engine=name, **changes)
     return make_engine(setup.engine, setup.task(), setup.federation, "cpu", setup.engine_settings)
+
+
+def one_stack(federation=None, **changes):
+    """An engine whose clients make their steps side by side in one stack, so that batches can be watched."""
+    engine = engine_of(federation, engine_settings={"precision": "float64", "plan": "stacked"}, **changes)
+    engine.way.each = lambda function, plan: function(slice(0, len(plan.sizes)))
+    return engine
 
 
 def block_of(engine, clients=None) -> Block:
@@ -129,7 +136,7 @@ def test_a_client_without_test_samples_scores_zero_of_zero():
 
 def test_training_equals_a_plain_loop_of_torch():
     """One client by hand: the same batches, torch.optim.SGD."""
-    engine = engine_of()
+    engine = one_stack()
     block = block_of(engine)
     start = random_models(engine, 1).expand(len(block), -1)
     seen = []
@@ -141,7 +148,7 @@ def test_training_equals_a_plain_loop_of_torch():
 
     engine.way.kernel.gradients = watch
     trained = block.train(start, WORK)
-    order = torch.argsort(torch.ceil(engine.federation.train.sizes[block.clients] / 5), descending=True, stable=True)
+    order = BatchPlan(engine.federation.train.sizes[block.clients], WORK).order
     for place in (0, 3, len(block) - 1):
         position = int(order[place])
         module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
@@ -166,7 +173,7 @@ def test_training_equals_a_plain_loop_of_torch():
 def test_each_epoch_takes_every_sample_once():
     federation = ragged_federation(5)
     numbered = replace(federation, x=torch.arange(len(federation.x)).float().reshape(-1, 1), mean=0.0, std=1.0)
-    engine = engine_of(numbered, model="mclr", model_settings={})
+    engine = one_stack(numbered, model="mclr", model_settings={})
     block = block_of(engine)
     taken = []
     original = engine.way.kernel.gradients
@@ -179,7 +186,7 @@ def test_each_epoch_takes_every_sample_once():
     engine.way.kernel.gradients = watch
     block.train(block.initial, SGD(epochs=3, batch_size=4))
     sizes = federation.train.sizes[block.clients]
-    order = torch.argsort(-(-sizes // 4) * 3, descending=True, stable=True)
+    order = BatchPlan(sizes, SGD(epochs=3, batch_size=4)).order
     for place, position in enumerate(order.tolist()):
         client = int(block.clients[position])
         steps = [step[place] for step in taken if place < len(step)]
@@ -194,7 +201,7 @@ def test_each_epoch_takes_every_sample_once():
     "work", [SGD(steps=7, batch_size=4), SGD(steps=3, batch_size="full"), SGD(epochs=2, batch_size=99)]
 )
 def test_number_of_steps(work):
-    engine = engine_of()
+    engine = one_stack()
     block = block_of(engine)
     steps = []
     original = engine.way.kernel.gradients

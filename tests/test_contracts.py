@@ -11,7 +11,6 @@ import torch
 
 from coterie.algorithm import Algorithm, algorithms
 from coterie.dataset import presets, source_class
-from coterie.engines import ENGINES
 from coterie.engines.in_process import EngineSettings
 from coterie.errors import ConfigError
 from coterie.federation import Federation, Split
@@ -243,19 +242,21 @@ class TestModel:
         federation = ragged_federation(3, shape=(3, 32, 32), samples=6) if name not in SMALL else IMAGES
         method = make("fedavg")
         made = []
-        for engine in ENGINES:
+        for engine, plan in (("loop", "auto"), ("vectorized", "stacked"), ("vectorized", "auto")):
             setup = setup_of(
                 method,
                 federation,
                 model=name,
                 model_settings={},
                 engine=engine,
+                engine_settings={"precision": "float64", "plan": plan},
                 schedule=Schedule(rounds=1),
                 work=replace(setup_of(method).work, epochs=1, steps=1, lr=0.01),
             )
             made.append(finished(setup))
-        assert made[1].engine.describe()["way"] == "stacked"
-        assert_same(made[0].state.tensors(), made[1].state.tensors(), exact=False, tolerance=1e-9)
+        assert made[1].engine.describe()["plan"] == "stacked"
+        for other in made[1:]:
+            assert_same(made[0].state.tensors(), other.state.tensors(), exact=False, tolerance=1e-9)
 
 
 SMALL = {"mclr", "mlp", "lenet", "leaf-cnn"}

@@ -105,11 +105,11 @@ def test_stacked_is_the_same_as_one_at_a_time(build, settings, norm):
             work=coterie.SGD(lr=0.01, steps=1, batch_size=4),
             engine=engine,
             device="cpu",
-            engine_settings={"precision": "float64"},
+            engine_settings={"precision": "float64", "plan": "stacked"},
         )
         for engine in ("loop", "vectorized")
     ]
-    assert results[1].summary["plan"]["way"] == "stacked"
+    assert results[1].summary["plan"]["plan"] == "stacked"
     assert [result.summary["failures"] for result in results] == [0, 0]
     one, other = (result.centers for result in results)
     assert one.dtype == torch.float64

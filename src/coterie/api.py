@@ -367,15 +367,19 @@ def _train(
     check(setup.work)
     digest = setup.federation.digest()
     chosen: dict[str, Any] = {}
+    before: dict[str, Any] | None = None
     if folder is not None:
         before = folder.read_json("environment.json")
         if before is not None:
             if before["digest"] != digest:
                 raise RunError(f"The data of {folder.path} has changed since the run began; it cannot be resumed.")
-            chosen = {k: v for k, v in before["plan"].items() if k in ("chunk", "memory", "precision")}
+            kept = ("chunk", "memory", "precision", "plan", "piece", "workers")
+            chosen = {k: v for k, v in before["plan"].items() if k in kept} if setup.engine == "vectorized" else {}
     federation, held_out = split_unseen(setup.federation, setup.schedule.unseen, setup.schedule.seed)
     federation = attack_of(federation.keys, setup.schedule).on_data(federation)
     engine = make_engine(setup.engine, setup.task(), federation, setup.device, chosen | setup.engine_settings)
+    if chosen and before is not None:
+        engine.remember(before["plan"])
     trainer = Trainer(setup.algorithm, engine, federation, setup.schedule, folder, observer, should_stop)
     if folder is not None:
         choice = folder.read_json("artifacts/choose-k.json")

@@ -104,6 +104,10 @@ class Engine(abc.ABC):
     def describe(self) -> dict[str, Any]:
         """What the engine chose: written into the run and reused on resume."""
 
+    def remember(self, plan: Mapping[str, Any]) -> None:
+        """A run goes on: what `describe` told when it began."""
+        return
+
     @abc.abstractmethod
     def memory_tensors(self) -> dict[str, Tensor]:
         """Everything the clients remember, as named tensors, for the checkpoint."""

@@ -240,7 +240,7 @@ def recorded_batches(method, work, client):
     """Inputs and labels of every gradient that one client computes in a round, in order."""
     trainer = trainer_of(setup_of(method, work=work, engine="loop"))
     trainer._start()
-    kernel, seen = trainer.engine.kernel, []
+    kernel, seen = trainer.engine.way.kernel, []
     plain = kernel.gradients
 
     def gradients(params, buffers, x, y, mask, keys):

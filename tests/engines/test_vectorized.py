@@ -63,7 +63,7 @@ def test_batch_norm_and_dropout_equal_the_loop(work, chunk):
     federation = ragged_federation(samples=14)
     assert (federation.train.sizes % 5 == 1).any()
     made = []
-    for engine, settings in (("loop", {}), ("vectorized", {"chunk": chunk})):
+    for engine, settings in (("loop", {}), ("vectorized", {"chunk": chunk, "plan": "stacked"})):
         setup = setup_of(
             Local(),
             federation,
@@ -74,7 +74,7 @@ def test_batch_norm_and_dropout_equal_the_loop(work, chunk):
             engine_settings={"precision": "float64", **settings},
         )
         made.append(finished(setup))
-    assert made[1].engine.describe()["way"] == "stacked"
+    assert made[1].engine.describe()["plan"] == "stacked"
     assert_same(made[0].engine.memory_tensors(), made[1].engine.memory_tensors(), exact=False, tolerance=1e-9)
     buffers = made[0].engine.memory_tensors()["value.model"][:, -24:]
     assert not torch.equal(buffers[0], buffers[1])  # statistics are trained and differ between clients
@@ -103,7 +103,7 @@ def test_what_cannot_be_stacked_falls_back_and_says_so(network, reason):
     for engine in ("loop", "vectorized"):
         setup = setup_of(FedAvg(), model=network, model_settings={}, engine=engine)
         made.append(finished(setup))
-    assert made[1].engine.describe()["way"] == "one at a time"
+    assert made[1].engine.describe()["plan"] == "loop"
     [note] = [note for note in made[1].engine.notes if "cannot be stacked" in note]
     assert reason in note
     assert_same(made[0].state.tensors(), made[1].state.tensors())

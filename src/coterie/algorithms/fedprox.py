@@ -27,4 +27,5 @@ class FedProx(FedAvg):
 
     def work(self, engine: Engine) -> SGD:
         """SGD with the proximal term."""
-        return Proximal.of(super().work(engine), self.mu)
+        plain = super().work(engine)
+        return Proximal.of(plain, self.mu) if self.mu else plain

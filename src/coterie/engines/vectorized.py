@@ -13,6 +13,7 @@ out at the start by comparing with plain autograd; its clients are then trained 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from coterie.training import Kernel, Way
 _CACHE_BYTES = 4 << 20  # what a stack may take on a CPU, so that it stays in the cache
 _HEAP_BYTES = 24 << 20  # models of a chunk on a CPU: beyond 32 MB the C library takes fresh pages for each tensor
 _LARGEST_PIECE = 32
+_WIDEN = 4  # channels that the one channel of a grouped first convolution is widened to on a GPU
 _STREAMS = 16  # on which convolutions of several clients run beside each other on a GPU
 _LOOPS = 4  # clients of a recorded loop, each on a stream of its own
 _BESIDE = 64  # clients that are recorded so: each has launches of its own
@@ -127,13 +129,16 @@ class VectorizedEngine(InProcessEngine):
         if cuda:
             from coterie.engines.graphs import GraphWay
         low = cuda and self.settings.precision == "bf16"
-        layers = LayerKernel.of(self.network, self.task.loss, low=low) if reason is None else None
+        how: dict[str, Any] = {"low": low, "patches": cuda and not _WIDEN, "widen": _WIDEN}
+        layers = LayerKernel.of(self.network, self.task.loss, **how) if reason is None else None
         if layers is not None:
             fast: LayerKernel = layers
             if graph:
                 found.append(Candidate("layers+graph", lambda: GraphWay("layers+graph", fast, self._chunk())))
             if graph and fast.has_pictures:
-                beside = LayerKernel.of(self.network, self.task.loss, grouped=False, low=low, streams=_STREAMS)
+                beside = LayerKernel.of(
+                    self.network, self.task.loss, grouped=False, low=low, streams=_STREAMS, patches=True
+                )
                 assert beside is not None
                 wide = min(self._chunk(), _BESIDE)
                 found.append(Candidate("streams+graph", lambda: GraphWay("streams+graph", beside, wide)))
@@ -183,6 +188,10 @@ class VectorizedEngine(InProcessEngine):
         """What was chosen, with the way and what was measured."""
         more = {"plan": self.way.name, "piece": self.way.piece, "workers": self.way.workers}
         return super().describe() | more | ({"measured": self.measured} if self.measured else {})
+
+    def remember(self, plan: Mapping[str, Any]) -> None:
+        """What was measured then is why the way was chosen."""
+        self.measured = plan.get("measured")
 
     def _why_not_stacked(self) -> str | None:
         """Try one ragged step of two clients both ways; None if they agree.
