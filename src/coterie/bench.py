@@ -57,11 +57,11 @@ CPU_WORKLOADS = {
     "resnet18": Workload("resnet18", (3, 32, 32), 20, 4, 2, 2),
 }
 GPU_WORKLOADS = {
-    "mclr": Workload("mclr", (1, 28, 28), 50, 10, 1000, 20),
-    "mlp": Workload("mlp", (1, 28, 28), 50, 10, 1000, 20),
+    "mclr": Workload("mclr", (1, 28, 28), 50, 20, 1000, 20),
+    "mlp": Workload("mlp", (1, 28, 28), 50, 20, 1000, 20),
     "lenet": Workload("lenet", (1, 28, 28), 50, 10, 200, 10),
     "leaf-cnn": Workload("leaf-cnn", (1, 28, 28), 32, 10, 50, 10),
-    "resnet18": Workload("resnet18", (3, 32, 32), 50, 5, 10, 4),
+    "resnet18": Workload("resnet18", (3, 32, 32), 50, 5, 16, 4),
 }
 
 

@@ -34,6 +34,7 @@ from coterie.randomness import Rng, uniform
 from coterie.settings import setting
 
 _WIDTH = 1024  # of the sketches that are kept of each client
+_WHOLE = 1 << 23  # numbers that are clustered as they are
 _SAME = 0.05  # centers nearer than this share of a typical update are the same
 _SURELY = 0.7  # a client is moved only if another cluster is nearer by this factor (of the squared distance)
 _REST = 2  # rounds between two repairs, so that the first can take effect
@@ -132,8 +133,9 @@ class CenterMethod(Averaging):
         everyone = engine.everyone()
         for chunk in self.train_from(state, engine, everyone, _common(everyone, self), rng.at("start")):
             signature = self.signature(chunk.answer.params, state, engine)
-            # Where all models do not fit, sketches of what they are clustered by do.
-            rows.append(signature if fits else sketch_of(signature.shape[1], 4096, rng, engine.device)(signature))
+            # Of many models sketches are clustered: they tell nearly as much, and twenty restarts look at them often.
+            many = engine.num_clients * signature.shape[1] > _WHOLE
+            rows.append(sketch_of(signature.shape[1], 4096, rng, engine.device)(signature) if many else signature)
             state.sketches[chunk.clients.to(engine.device)] = sketch(self._update(chunk.answer.params, state, engine))
             if fits:
                 kept.append(chunk.answer.params)

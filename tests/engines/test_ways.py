@@ -129,7 +129,6 @@ PLAIN_WAYS = {
     "layers-workers": layers(2, workers=3),
     "layers-grouped": as_on_a_gpu(True),
     "layers-patches": as_on_a_gpu(False),
-    "layers-wide": lambda e: Way("layers", LayerKernel.of(e.network, e.task.loss, grouped=True, widen=4), 99),
     "stacked": stacked(99),
     "graph-layers": graph("layers", 99),
     "graph-layers-4": graph("layers", 4),

@@ -28,7 +28,8 @@ from coterie.local import SGD
 from coterie.randomness import Rng
 from coterie.settings import setting
 
-_WIDTH = 4096  # of the sketches that are clustered where the models do not fit
+_WIDTH = 4096  # of the sketches that are clustered where there are many models
+_WHOLE = 1 << 23  # numbers that are clustered as they are
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class RobustTKM(Averaging):
         rows, kept, who = [], [], []
         for chunk in self._alone(state, engine, everyone, rng.at("alone")):
             update = chunk.answer.params[:, :cut] - state.common[:cut]
-            rows.append(update if fits else sketch(update))
+            rows.append(sketch(update) if len(everyone) * cut > _WHOLE else update)
             who.append(chunk.clients)
             if fits:
                 kept.append(chunk.answer.params)

@@ -107,7 +107,6 @@ class LayerKernel:
         low: bool,
         streams: int,
         patches: bool,
-        widen: int,
     ) -> None:
         self._layout = network.layout
         self._layers = list(layers)
@@ -126,8 +125,7 @@ class LayerKernel:
         self._first = next(i for i, own in enumerate(self._places) if own)  # below it no gradient is needed
         first = self._layers[self._first]
         small = isinstance(first, nn.Conv2d) and first.weight[0].numel() <= _SMALL
-        self._by_patches = small and bool(patches)
-        self._widen = widen
+        self._by_patches = small and patches
 
     @property
     def has_pictures(self) -> bool:
@@ -143,7 +141,6 @@ class LayerKernel:
         low: bool = False,
         streams: int = 0,
         patches: bool = False,
-        widen: int = 0,
     ) -> LayerKernel | None:
         """The kernel of a network; None if it has a layer, a loss or a shape that is not written here."""
         layers = _plain_layers(network.module)
@@ -156,7 +153,7 @@ class LayerKernel:
         if tied or len(own) != len(network.layout.parameters):
             return None
         grouped = network.device.type == "cuda" if grouped is None else grouped
-        return cls(network, loss, layers, grouped, low, streams, patches, widen)
+        return cls(network, loss, layers, grouped, low, streams, patches)
 
     # ---- what an engine asks for ----
 
@@ -349,19 +346,7 @@ class LayerKernel:
             return self._lanes.each(lambda x, w, b: functional.conv2d(x, w, b, *way), h, list(own[0]), biases)
         self._clients = len(own[0])
         bias = own[1].flatten() if len(own) == 2 else None
-        h, weight = self._widened(h, own[0])
-        return functional.conv2d(h, weight.flatten(0, 1), bias, *way, groups=self._clients)
-
-    def _widened(self, h: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Grouped inputs and weights with empty channels, where there is one a client.
-
-        Libraries take that for a depthwise convolution, for which they have only slow kernels.
-        """
-        if not self._widen or weight.shape[2] != 1:
-            return h, weight
-        more = (0, 0, 0, 0, 0, self._widen - 1)
-        wide = functional.pad(h.unflatten(1, (len(weight), 1)), more).flatten(1, 2)
-        return wide, functional.pad(weight, more)
+        return functional.conv2d(h, own[0].flatten(0, 1), bias, *way, groups=self._clients)
 
     def _convolved_back(
         self, layer: nn.Conv2d, own: list[Tensor], places: list[int], h: Any, delta: Any, sink: _Sink, go_on: bool
@@ -371,14 +356,11 @@ class LayerKernel:
         asked = [go_on, True, has_bias]
         whole = own[0].to(torch.bfloat16) if self._low else own[0]
         if self._grouped:
-            h, wide = self._widened(h, whole)
-            weight = wide.flatten(0, 1)
+            weight = whole.flatten(0, 1)
             below, grad, bias = _aten.convolution_backward(
                 delta, h, weight, [len(weight)] if has_bias else None, *rest, len(own[0]), asked
             )
-            grad = grad.reshape(wide.shape)[:, :, : own[0].shape[2]]
-            below = below.unflatten(1, (len(wide), -1))[:, :, : own[0].shape[2]].flatten(1, 2) if go_on else None
-            grads = [grad, bias.reshape(own[1].shape) if has_bias else None]
+            grads = [grad.reshape(own[0].shape), bias.reshape(own[1].shape) if has_bias else None]
         else:
 
             def back(d: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

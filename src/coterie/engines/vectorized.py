@@ -31,7 +31,6 @@ from coterie.training import Kernel, Way
 _CACHE_BYTES = 4 << 20  # what a stack may take on a CPU, so that it stays in the cache
 _HEAP_BYTES = 24 << 20  # models of a chunk on a CPU: beyond 32 MB the C library takes fresh pages for each tensor
 _LARGEST_PIECE = 32
-_WIDEN = 4  # channels that the one channel of a grouped first convolution is widened to on a GPU
 _STREAMS = 16  # on which convolutions of several clients run beside each other on a GPU
 _LOOPS = 4  # clients of a recorded loop, each on a stream of its own
 _BESIDE = 64  # clients that are recorded so: each has launches of its own
@@ -129,8 +128,7 @@ class VectorizedEngine(InProcessEngine):
         if cuda:
             from coterie.engines.graphs import GraphWay
         low = cuda and self.settings.precision == "bf16"
-        how: dict[str, Any] = {"low": low, "patches": cuda and not _WIDEN, "widen": _WIDEN}
-        layers = LayerKernel.of(self.network, self.task.loss, **how) if reason is None else None
+        layers = LayerKernel.of(self.network, self.task.loss, low=low, patches=cuda) if reason is None else None
         if layers is not None:
             fast: LayerKernel = layers
             if graph:
