@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +42,17 @@ class Forward:
         self.differentiable = True  # whether outputs have a gradient with respect to the inputs
         self.reason = self._why_not_stacked(tuple(input_shape)) if stacked is None else None
         self.stacked = self.reason is None if stacked is None else stacked
+        self._layers: Any = None  # hand-written layers, where the network is a plain stack of them
+        if stacked is None and self.stacked:
+            from coterie.engines.layers import LayerKernel
+
+            self._layers = LayerKernel.of(network, cross_entropy)  # outputs do not depend on the loss
 
     def __call__(self, models: Tensor, x: Tensor) -> Tensor:
         """Models [c, P], the same inputs [n, ...] for all -> [c, n, L]."""
+        if self._layers is not None and len(models) > 1 and not torch.is_grad_enabled():
+            quick: Tensor = self._layers.outputs(models, x.expand(len(models), *x.shape))
+            return quick
         if self.stacked and len(models) > 1:
             found: Tensor = self._same(self.network.layout.unpack(models), x.clone())
             return found

@@ -346,7 +346,7 @@ def train_job(job: Job, kernel: Kernel) -> None:
         speeds = velocity if velocity is None or active == count else [v[:active] for v in velocity]
         kept = buffers if active == count else [b[:active] for b in buffers]
         if fused is not None:
-            fused(now, kept, speeds, *job.batches[0].at(step), work)
+            fused(now, kept, speeds, *job.batches[0].at(step), work, None, mix(job.keys[:active] + step))
             continue
         keys = mix(job.keys[:active] + step)
 

@@ -279,7 +279,7 @@ def test_equal_ways_are_chosen_by_preference():
     from coterie.engines.plans import Candidate, choose
 
     ways = [Candidate(name, lambda: None) for name in ("layers", "stacked", "loop")]
-    assert choose(ways, {"layers": 1.1, "stacked": 1.0, "loop": 3.0}).name == "layers"
+    assert choose(ways, {"layers": 1.04, "stacked": 1.0, "loop": 3.0}).name == "layers"
     assert choose(ways, {"layers": 2.0, "stacked": 1.0, "loop": 1.1}).name == "stacked"
 
 

@@ -30,7 +30,10 @@ _WARM_UPS = 2  # steps before recording, in which libraries choose their kernels
 
 
 class BesideKernel(PlainKernel):
-    """Plain autograd of a few clients, each on a stream of its own, without a look at the values of the mask."""
+    """Plain autograd of a few clients, with the update: on a GPU each on a stream of its own.
+
+    It does not look at the values of the mask, which a recorded step must not.
+    """
 
     def __init__(self, network: Network, loss: Loss) -> None:
         super().__init__(network, loss)
@@ -57,7 +60,7 @@ class BesideKernel(PlainKernel):
     ) -> None:
         """One step of plain SGD of each client, in place."""
         assert keys is not None
-        lanes = self._lanes(x)
+        lanes = self._lanes(x) if torch.cuda.is_available() and x.is_cuda else []
         for stream in lanes:
             stream.wait_stream(torch.cuda.current_stream())
         held = []  # until the streams have met again

@@ -20,7 +20,7 @@ from coterie.training import Way
 if TYPE_CHECKING:
     from coterie.engines.vectorized import VectorizedEngine
 
-_MARGIN = 1.15  # a way that is to be preferred may be so much slower than the fastest
+_MARGIN = 1.05  # a way that is to be preferred may be so much slower than the fastest
 _STEPS = 3  # of each client, when measuring
 _SECONDS = 0.3  # of each way; one that is slower is measured once
 _CLIENTS = 256  # at most

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.engines.graphs import BesideKernel, GraphWay
 from coterie.engines.in_process import InProcessEngine
 from coterie.engines.layers import LayerKernel
 from coterie.engines.loop import PlainKernel
@@ -125,8 +126,6 @@ class VectorizedEngine(InProcessEngine):
         found: list[Candidate] = []
         cuda = self._device.type == "cuda"
         graph = cuda and self.data.rendered() is not None and self.network.keyed
-        if cuda:
-            from coterie.engines.graphs import GraphWay
         low = cuda and self.settings.precision == "bf16"
         layers = LayerKernel.of(self.network, self.task.loss, low=low, patches=cuda) if reason is None else None
         if layers is not None:
@@ -153,7 +152,8 @@ class VectorizedEngine(InProcessEngine):
         if cuda and self.data.rendered() is not None and self.network.keyed:
             beside_each_other = min(self._chunk(), _LOOPS)
             found.append(Candidate("loop+graph", lambda: GraphWay("loop+graph", plain, beside_each_other)))
-        found.append(Candidate("loop", lambda: Way("loop", plain)))
+        alone = BesideKernel(self.network, self.task.loss) if self.network.keyed else plain
+        found.append(Candidate("loop", lambda: Way("loop", alone)))
         return found
 
     def _piece(self) -> int:

@@ -1,0 +1,46 @@
+"""What the server takes of a round, method by method: 100 clients of LeNet.
+
+    python benchmarks/server_share.py [--rounds 3] [--device cpu]
+
+Seconds of a round: clients' training, and everything else (assigning, averaging); MD-ICFL's sampler and FeSEM-MA's
+matching are the server's own work and shown with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from coterie.algorithm import algorithms
+from coterie.api import Setup, execute
+from coterie.config import merge, resolve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--only", nargs="*", default=[])
+    options = parser.parse_args()
+    for name in options.only or algorithms():
+        tables = {
+            "run": {
+                "algorithm": name,
+                "dataset": "synthetic",
+                "clients": 100,
+                "rounds": options.rounds,
+                "model": "lenet",
+                "device": options.device,
+                "evaluate_every": options.rounds,
+            },
+            "dataset": {"samples": 120, "shape": [1, 28, 28], "classes": 10},
+            "work": {"lr": 0.05, "epochs": 1, "batch_size": 20},
+        }
+        seconds = execute(Setup.of(resolve(merge(tables)))).summary["seconds"]
+        train, server = seconds["train"] / options.rounds, seconds["server"] / options.rounds
+        row = {"method": name, "train": round(train, 3), "server": round(server, 3), "share": round(server / train, 3)}
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
