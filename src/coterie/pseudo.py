@@ -50,8 +50,9 @@ class Forward:
 
     def __call__(self, models: Tensor, x: Tensor) -> Tensor:
         """Models [c, P], the same inputs [n, ...] for all -> [c, n, L]."""
-        if self._layers is not None and len(models) > 1 and not torch.is_grad_enabled():
-            quick: Tensor = self._layers.outputs(models, x.expand(len(models), *x.shape))
+        if self._layers is not None and len(models) > 1 and not (models.requires_grad or x.requires_grad):
+            with torch.no_grad():
+                quick: Tensor = self._layers.outputs(models, x.expand(len(models), *x.shape))
             return quick
         if self.stacked and len(models) > 1:
             found: Tensor = self._same(self.network.layout.unpack(models), x.clone())
