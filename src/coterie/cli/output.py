@@ -167,6 +167,12 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     seconds = summary["seconds"]
     spent = "  ".join(f"{name} {seconds[name]:.1f}" for name in ("start", "train", "server", "evaluate"))
     table.add_row("seconds", f"{seconds['total']:.1f}  ({spent})")
+    plan = summary.get("plan") or {}
+    if "plan" in plan:
+        ways = plan.get("measured") or {}
+        why = ", ".join(f"{name} {us:.0f}" for name, us in ways.items())
+        told = f"{plan['plan']} in {plan['precision']} on {plan['device']}, {plan['chunk']} clients at a time"
+        table.add_row("engine", f"{told}  (us a client's step: {why})" if why else told)
     for repair in summary["repairs"]:
         table.add_row("repair", f"round {repair['round']}: {repair['reason']}")
     if summary.get("attack"):
