@@ -337,3 +337,24 @@ def test_on_a_gpu_every_plan_equals_the_loop_in_float32(plan, work):
                 found[chunk.clients] = chunk.answer.params.cpu()
         results.append(found)
     assert torch.allclose(results[0], results[1], rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_compiler_cannot_do_is_done_without_it_and_said(monkeypatch):
+    def refuse(function, **options):
+        def fail(*arguments):
+            raise RuntimeError("cannot compile this")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    setup = setup_of(__import__("coterie").FedAvg())
+    settings = {"plan": "stacked", "compile": True, "precision": "float64"}
+    engine = make_engine("vectorized", setup.task(), setup.federation, "cpu", settings)
+    start = engine.initial().repeat(9, 1)
+    with torch.no_grad():
+        found = engine.block_of(torch.arange(9), engine.way, Rng.seed(3)).train(start, WORKS["plain"])
+    plain = make_engine("vectorized", setup.task(), setup.federation, "cpu", settings | {"compile": False})
+    with torch.no_grad():
+        expected = plain.block_of(torch.arange(9), plain.way, Rng.seed(3)).train(start, WORKS["plain"])
+    assert torch.equal(found, expected)
+    assert "cannot compile this" in engine.describe()["not_compiled"]

@@ -67,7 +67,7 @@ def compare(
         case.experiment.algorithm.check(len(federation))
     data = cases[0].experiment.dataset
     root = make_root(out, name, f"compare-{Path(data).stem}")
-    summaries = run_cases(cases, root, quiet or json_)
+    summaries = run_cases(cases, federation, root, quiet or json_)
     finish(rows_of(cases, summaries), summaries, root, data, json_)
 
 

@@ -77,11 +77,9 @@ def sweep(
                 has = [(f.rpartition(".")[2], v) for f, v in chosen if _used(f, experiment.tables())]
                 cases.append(Case((("method", key), *has), experiment))
     data = cases[0].experiment.dataset
-    for case in cases:
-        case.experiment.federation()
-        break  # the first one's data are there; others of the grid are read when their turn comes
+    federation = cases[0].experiment.federation()  # others of the grid are read when their turn comes
     root = make_root(out, name, f"sweep-{Path(data).stem}")
-    summaries = run_cases(cases, root, quiet or json_)
+    summaries = run_cases(cases, federation, root, quiet or json_)
     finish(rows_of(cases, summaries), summaries, root, data, json_)
 
 

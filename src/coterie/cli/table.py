@@ -46,10 +46,13 @@ class Case:
         return repr((run, tables["dataset"], tables["scenario"], schedule.seed))
 
 
-def run_cases(cases: list[Case], root: Path, hidden: bool) -> list[Summary]:
-    """Run one after the other, on shared federations; their summaries. `root` gets a run folder of each."""
+def run_cases(cases: list[Case], first: Federation, root: Path, hidden: bool) -> list[Summary]:
+    """Run one after the other, on shared federations; their summaries. `root` gets a run folder of each.
+
+    `first` is the federation of the first case: it is read before `root` is made, so that bad data leave nothing.
+    """
     summaries: list[Summary] = []
-    shared: dict[str, Federation] = {}
+    shared = {cases[0].data_key: first}
     folder: RunFolder | None = None
     try:
         with stop_on_ctrl_c(hidden) as pressed:

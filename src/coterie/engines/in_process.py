@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -183,9 +184,9 @@ class InProcessEngine(Engine):
         super().begin(round, phase)
         self.data.federation = self.federation.at(round)
 
+    @abc.abstractmethod
     def make_way(self) -> Way:
         """The way this engine trains stacks of clients."""
-        raise NotImplementedError
 
     def _may_render(self) -> int:
         """Bytes that training samples may take as clients see them, ready to be picked."""
@@ -202,9 +203,9 @@ class InProcessEngine(Engine):
         rng = Rng.seed(0) if rng is None else rng
         return Block(clients, self.data, self.task, way, memory, rng, self._samples_at_once)
 
+    @abc.abstractmethod
     def chunk_size(self, work: SGD) -> int:
         """How many clients are trained as one program."""
-        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:

@@ -11,6 +11,7 @@ threads can run it side by side.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,16 +35,16 @@ class _Tape:
     kept: list[Any] = field(default_factory=list)
 
 
-class _Sink:
+class _Sink(abc.ABC):
     """Takes gradients of parameters as they come: collects them, or steps at once."""
 
+    @abc.abstractmethod
     def matrix(self, place: int, left: Tensor, right: Tensor) -> None:
         """The gradient of parameter `place` is left^T right: [c, B, O], [c, B, I] -> [c, O, I]."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def tensor(self, place: int, gradient: Tensor) -> None:
         """The gradient of parameter `place`, [c, ...]."""
-        raise NotImplementedError
 
 
 class _Collect(_Sink):

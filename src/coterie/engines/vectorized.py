@@ -185,7 +185,9 @@ class VectorizedEngine(InProcessEngine):
     def describe(self) -> dict[str, Any]:
         """What was chosen, with the way and what was measured."""
         more = {"plan": self.way.name, "piece": self.way.piece, "workers": self.way.workers}
-        return super().describe() | more | ({"measured": self.measured} if self.measured else {})
+        refused = getattr(self.way.kernel, "compile_error", None)
+        told = {"measured": self.measured, "not_compiled": refused}
+        return super().describe() | more | {name: value for name, value in told.items() if value}
 
     def remember(self, plan: Mapping[str, Any]) -> None:
         """What was measured then is why the way was chosen."""
