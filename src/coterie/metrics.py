@@ -69,7 +69,7 @@ def adjusted_rand(labels: Ints, groups: Ints) -> float:
     largest = (pairs_a + pairs_b) / 2
     if largest == expected:  # both partitions are trivial in the same way
         return 1.0
-    return (pairs - expected) / (largest - expected)
+    return min(1.0, (pairs - expected) / (largest - expected))  # rounding may go beyond
 
 
 def normalized_mutual_information(labels: Ints, groups: Ints) -> float:
@@ -81,7 +81,7 @@ def normalized_mutual_information(labels: Ints, groups: Ints) -> float:
     entropies = -float((a * np.log(a)).sum()) - float((b * np.log(b)).sum())
     if entropies == 0:
         return 1.0
-    return max(0.0, 2 * mutual / entropies)
+    return min(1.0, max(0.0, 2 * mutual / entropies))
 
 
 def purity(labels: Ints, groups: Ints) -> float:
