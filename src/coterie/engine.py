@@ -154,7 +154,11 @@ class Engine(abc.ABC):
 
     def initial(self) -> Tensor:
         """The common start of the run on the engine's device, [P]."""
-        return self.task.initial.to(self.device, self.dtype)
+        if self._initial is None:
+            self._initial = self.task.initial.to(self.device, self.dtype)
+        return self._initial
+
+    _initial: Tensor | None = None
 
     def require_memory(self, num_bytes: int, what: str) -> None:
         """Refuse early, with the number, what would not fit."""

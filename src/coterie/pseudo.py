@@ -42,17 +42,27 @@ class Forward:
         self.differentiable = True  # whether outputs have a gradient with respect to the inputs
         self.reason = self._why_not_stacked(tuple(input_shape)) if stacked is None else None
         self.stacked = self.reason is None if stacked is None else stacked
-        self._layers: Any = None  # hand-written layers, where the network is a plain stack of them
-        if stacked is None and self.stacked:
-            from coterie.engines.layers import LayerKernel
+        self._quick = self._hand_written(tuple(input_shape)) if stacked is None and self.stacked else None
 
-            self._layers = LayerKernel.of(network, cross_entropy)  # outputs do not depend on the loss
+    def _hand_written(self, input_shape: tuple[int, ...]) -> Any:
+        """Hand-written layers, where the network is a plain stack of them; outputs do not depend on the loss."""
+        from coterie.engines.layers import LayerKernel
+        from coterie.engines.native import NativeKernel, NotNative
+
+        if self.network.device.type == "cpu":
+            try:
+                compiled = NativeKernel.of(self.network, cross_entropy, input_shape, torch.get_num_threads())
+            except NotNative:
+                compiled = None
+            if compiled is not None:
+                return compiled
+        return LayerKernel.of(self.network, cross_entropy)
 
     def __call__(self, models: Tensor, x: Tensor) -> Tensor:
         """Models [c, P], the same inputs [n, ...] for all -> [c, n, L]."""
-        if self._layers is not None and len(models) > 1 and not (models.requires_grad or x.requires_grad):
+        if self._quick is not None and len(models) > 1 and not (models.requires_grad or x.requires_grad):
             with torch.no_grad():
-                quick: Tensor = self._layers.outputs(models, x.expand(len(models), *x.shape))
+                quick: Tensor = self._quick.outputs(models, x.expand(len(models), *x.shape))
             return quick
         if self.stacked and len(models) > 1:
             found: Tensor = self._same(self.network.layout.unpack(models), x.clone())

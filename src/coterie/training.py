@@ -140,6 +140,8 @@ class BatchPlan:
 
     def pieces(self, size: int) -> list[slice]:
         """Runs of at most `size` clients that keep in step, or nearly: little is padded."""
+        if self.in_step and bool((self.sizes == self.sizes[0]).all()):
+            return [slice(i, min(i + size, len(self.sizes))) for i in range(0, len(self.sizes), size)]
         found, start = [], 0
         sizes, batch, steps = self.sizes.tolist(), self.batch.tolist(), self.steps.tolist()
         clock = list(zip(self.per_epoch.tolist(), steps, strict=True))
@@ -225,6 +227,16 @@ class Batches:
     def rendered(self) -> tuple[Tensor, Tensor] | None:
         """The samples that `table` points into."""
         return self._data.rendered()
+
+    @property
+    def start(self) -> Tensor:
+        """Where each client's samples begin among the rendered ones, [c]."""
+        return self._start
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The keys of the clients' permutations, [c]; None: samples as they lie."""
+        return self._keys
 
     def table(self, first: int, count: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Steps `first` ... at once: rows [S, c, width] of the rendered samples, mask [S, c, width], live [S, c]."""

@@ -243,7 +243,7 @@ def test_a_plan_can_be_asked_for(plan):
 
 def test_a_plan_that_is_not_possible_is_refused():
     setup = setup_of(__import__("coterie").FedAvg())
-    with pytest.raises(ConfigError, match=r"possible: layers, layers\+workers, stacked, loop"):
+    with pytest.raises(ConfigError, match=r"possible: (native, )?layers, layers\+workers, stacked, loop"):
         make_engine("vectorized", setup.task(), setup.federation, "cpu", {"plan": "loop+graph", "workers": 2})
     with pytest.raises(ConfigError, match="tf32 is arithmetic of GPUs"):
         make_engine("vectorized", setup.task(), setup.federation, "cpu", {"precision": "tf32"})
@@ -316,8 +316,11 @@ def test_out_of_memory_goes_on_with_half_the_clients_and_says_so():
         run(0)
 
 
+PLANS_OF_GPUS = ["layers", "layers+graph", "streams+graph", "stacked", "stacked+graph", "loop+graph"]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", ["layers", "layers+graph", "streams+graph", "stacked", "stacked+graph", "loop+graph"])
+@pytest.mark.parametrize("plan", PLANS_OF_GPUS)
 @pytest.mark.parametrize("work", ["plain", "momentum", "full", "proximal", "maml"])
 def test_on_a_gpu_every_plan_equals_the_loop_in_float32(plan, work):
     if not torch.cuda.is_available():

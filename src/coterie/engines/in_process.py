@@ -37,6 +37,7 @@ class EngineSettings:
 
     plan: Literal[
         "auto",
+        "native",
         "layers",
         "layers+workers",
         "stacked",

@@ -104,6 +104,7 @@ class LayerKernel:
         network: Network,
         loss: Loss,
         layers: Sequence[nn.Module],
+        places: Sequence[list[int]],
         grouped: bool,
         low: bool,
         streams: int,
@@ -115,14 +116,7 @@ class LayerKernel:
         self._low = low  # convolutions in bfloat16
         self._lanes = _Lanes(network.device, streams)
         self._one = PlainKernel(network, loss)
-        places = {slot.name: place for place, slot in enumerate(self._layout.parameters)}
-        names = {id(p): name for name, p in network.named_parameters()}
-        self._places = [
-            [places[names[id(p)]] for p in (layer.weight, layer.bias) if p is not None]
-            if isinstance(layer, nn.Linear | nn.Conv2d)
-            else []
-            for layer in self._layers
-        ]
+        self._places = list(places)
         self._first = next(i for i, own in enumerate(self._places) if own)  # below it no gradient is needed
         first = self._layers[self._first]
         small = isinstance(first, nn.Conv2d) and first.weight[0].numel() <= _SMALL
@@ -144,17 +138,11 @@ class LayerKernel:
         patches: bool = False,
     ) -> LayerKernel | None:
         """The kernel of a network; None if it has a layer, a loss or a shape that is not written here."""
-        layers = _plain_layers(network.module)
-        if layers is None or loss is not cross_entropy or network.layout.buffers:
-            return None
-        if len({id(p) for _, p in network.named_parameters()}) != len(network.layout.parameters):
-            return None
-        own = [p for layer in layers if isinstance(layer, nn.Linear | nn.Conv2d) for p in layer.parameters()]
-        tied = len({id(p) for p in own}) != len(own)
-        if tied or len(own) != len(network.layout.parameters):
+        found = plain_network(network, loss)
+        if found is None:
             return None
         grouped = network.device.type == "cuda" if grouped is None else grouped
-        return cls(network, loss, layers, grouped, low, streams, patches)
+        return cls(network, loss, *found, grouped, low, streams, patches)
 
     # ---- what an engine asks for ----
 
@@ -394,17 +382,31 @@ class LayerKernel:
         x = functional.pad(x, (pad[1], pad[1], pad[0], pad[0])) if any(pad) else x
         patches = x.unfold(3, high, down).unfold(4, wide, right)  # [c, B, I, H, W, h, w]
         rows, columns = patches.shape[3:5]
-        flat = patches.permute(0, 2, 5, 6, 1, 3, 4).reshape(clients, -1, batch * rows * columns)
-        weight = own[0].flatten(2).to(flat.dtype)
+        parts = patches.permute(0, 2, 5, 6, 1, 3, 4)  # [c, I, h, w, B, H, W]
+        depth = own[0][0, 0].numel()
+        weight = own[0].flatten(2).to(x.dtype)
+        rest = -depth % 8 if self._low else 0  # rows of zeros, for tensor cores
+        if rest:
+            flat = x.new_zeros(clients, depth + rest, batch * rows * columns)
+            flat[:, :depth].reshape(parts.shape).copy_(parts)
+            flat[:, depth] = 1
+            weight = functional.pad(weight, (0, rest))
+            if len(own) == 2:
+                weight[:, :, depth] = own[1]
+        else:
+            flat = parts.reshape(clients, depth, -1)
         out = torch.bmm(weight, flat)
-        if len(own) == 2:
+        if len(own) == 2 and not rest:
             out += own[1].unsqueeze(2).to(flat.dtype)
         return _Planes(out.reshape(-1, batch, rows, columns), clients), flat
 
     def _patched_back(self, places: list[int], flat: Tensor, delta: Any, sink: _Sink, own: list[Tensor]) -> None:
         rows = delta.tensor.reshape(delta.clients, own[0].shape[1], -1)  # [c, O, B H W]
-        sink.tensor(places[0], torch.bmm(rows, flat.transpose(1, 2)).to(own[0].dtype).reshape(own[0].shape))
-        if len(own) == 2:
+        found, depth = torch.bmm(rows, flat.transpose(1, 2)).to(own[0].dtype), own[0][0, 0].numel()
+        sink.tensor(places[0], found[:, :, :depth].reshape(own[0].shape))
+        if len(own) == 2 and flat.shape[1] > depth:
+            sink.tensor(places[1], found[:, :, depth])
+        elif len(own) == 2:
             sink.tensor(places[1], rows.sum(2, dtype=own[1].dtype))
 
     def _as_planes(self, below: Any, clients: int) -> _Planes:
@@ -507,6 +509,8 @@ class _Pool:
         return self._torch_back(delta, *self._kept)
 
     def _torch_back(self, delta: Tensor, x: Tensor, index: Tensor) -> Tensor:
+        if delta.is_cuda:  # each value went into one maximum at most: it is enough to put the gradients back
+            return functional.max_unpool2d(delta, index, [self._size, self._size], output_size=list(x.shape[-2:]))
         size = [self._size, self._size]
         found: Tensor = _aten.max_pool2d_with_indices_backward(delta, x, size, size, [0, 0], [1, 1], False, index)
         return found
@@ -534,6 +538,34 @@ def _doubled(delta: Tensor, is_left: Tensor, is_top: Tensor, shape: torch.Size) 
     torch.mul(rows, is_left, out=left)
     torch.sub(rows, left, out=back[..., :height, 1:width:2])
     return back
+
+
+def plain_network(network: Network, loss: Loss) -> tuple[list[nn.Module], list[list[int]]] | None:
+    """The layers of a plain network in order, and the places of each one's parameters in the layout.
+
+    None if there is a layer or a loss that hand-written code does not know, buffers, or parameters that are shared.
+    """
+    layers = _plain_layers(network.module)
+    for place in range(len(layers or ()) - 1):
+        assert layers is not None
+        if isinstance(layers[place], nn.ReLU) and isinstance(layers[place + 1], nn.MaxPool2d):
+            layers[place : place + 2] = layers[place + 1], layers[place]  # the same, of fewer numbers
+    if layers is None or loss is not cross_entropy or network.layout.buffers:
+        return None
+    own = [p for layer in layers if isinstance(layer, nn.Linear | nn.Conv2d) for p in layer.parameters()]
+    named = list(network.named_parameters())
+    distinct = len({id(p) for p in own}) == len(own) and len({id(p) for _, p in named}) == len(named)
+    if not own or not distinct or len(own) != len(network.layout.parameters):
+        return None
+    places = {slot.name: place for place, slot in enumerate(network.layout.parameters)}
+    names = {id(p): name for name, p in named}
+    found = [
+        [places[names[id(p)]] for p in (layer.weight, layer.bias) if p is not None]
+        if isinstance(layer, nn.Linear | nn.Conv2d)
+        else []
+        for layer in layers
+    ]
+    return layers, found
 
 
 def _plain_layers(module: nn.Module) -> list[nn.Module] | None:

@@ -23,6 +23,7 @@ from coterie.engines.graphs import BesideKernel, GraphWay
 from coterie.engines.in_process import InProcessEngine
 from coterie.engines.layers import LayerKernel
 from coterie.engines.loop import PlainKernel
+from coterie.engines.native import NativeKernel, NativeWay, NotNative
 from coterie.engines.plans import Candidate, choose, measure
 from coterie.errors import ConfigError
 from coterie.local import SGD, Stack
@@ -128,6 +129,10 @@ class VectorizedEngine(InProcessEngine):
         graph = cuda and self.data.rendered() is not None and self.network.keyed
         low = cuda and self.settings.precision == "bf16"
         layers = LayerKernel.of(self.network, self.task.loss, low=low, patches=cuda) if reason is None else None
+        native = self._native() if layers is not None and not cuda else None
+        if native is not None:
+            made: NativeKernel = native
+            found.append(Candidate("native", lambda: NativeWay(made, self._piece(), self._workers())))
         if layers is not None:
             fast: LayerKernel = layers
             if graph:
@@ -155,6 +160,24 @@ class VectorizedEngine(InProcessEngine):
         alone = BesideKernel(self.network, self.task.loss) if self.network.keyed else plain
         found.append(Candidate("loop", lambda: Way("loop", alone)))
         return found
+
+    not_native: str | None = None  # why the compiled program is not used
+
+    def _native(self) -> NativeKernel | None:
+        """The compiled program, if there is one for this network and it computes what plain autograd does."""
+        if self.settings.precision == "bf16":
+            return None
+        try:
+            made = NativeKernel.of(self.network, self.task.loss, self.task.input_shape, self._workers())
+        except NotNative as error:
+            self.not_native = str(error)
+            return None
+        reason = None if made is None else self._differs(self.network, made, 1e-9 if self._itemsize == 8 else 1e-3)
+        if reason is not None:
+            self.not_native = reason
+            self.notes.append(f"the compiled program is not used: {reason}")
+            return None
+        return made
 
     def _piece(self) -> int:
         """Clients of a stack that stays in the cache of a CPU."""
@@ -186,7 +209,7 @@ class VectorizedEngine(InProcessEngine):
         """What was chosen, with the way and what was measured."""
         more = {"plan": self.way.name, "piece": self.way.piece, "workers": self.way.workers}
         refused = getattr(self.way.kernel, "compile_error", None)
-        told = {"measured": self.measured, "not_compiled": refused}
+        told = {"measured": self.measured, "not_compiled": refused, "not_native": self.not_native}
         return super().describe() | more | {name: value for name, value in told.items() if value}
 
     def remember(self, plan: Mapping[str, Any]) -> None:
@@ -200,15 +223,19 @@ class VectorizedEngine(InProcessEngine):
         """
         if not self.network.keyed:
             return "it draws random numbers of its own"
-        layout, device = self.task.layout, torch.device("cpu")
-        network = Network(self.task.module, torch.float64, device)
+        network = Network(self.task.module, torch.float64, torch.device("cpu"))
+        return self._differs(network, StackedKernel(network, self.task.loss), 1e-6)
+
+    def _differs(self, network: Network, kernel: Kernel, tolerance: float) -> str | None:
+        """One ragged step of two clients, by this kernel and by plain autograd; None if they agree."""
+        layout, dtype = self.task.layout, network.dtype
         x, y = self.federation.samples(0)
         take = torch.arange(6) % len(x)
-        x, y = x.double()[take].reshape(2, 3, *x.shape[1:]), y[take].reshape(2, 3, *y.shape[1:])
-        y = y.double() if y.is_floating_point() else y
-        mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.float64)
+        x, y = x.to(dtype)[take].reshape(2, 3, *x.shape[1:]), y[take].reshape(2, 3, *y.shape[1:])
+        y = y.to(dtype) if y.is_floating_point() else y
+        mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=dtype)
         keys = torch.tensor([11, 12])
-        start = self.task.initial.double().expand(2, -1)
+        start = self.task.initial.to(dtype).expand(2, -1)
 
         def run(kernel: Kernel) -> list[Tensor]:
             named = {name: t.clone() for name, t in layout.unpack(start).items()}
@@ -220,10 +247,10 @@ class VectorizedEngine(InProcessEngine):
 
         expected = run(PlainKernel(network, self.task.loss))
         try:
-            found = run(StackedKernel(network, self.task.loss))
+            found = run(kernel)
         except Exception as error:  # vmap raises many kinds for what it cannot do
             return (str(error).splitlines() or [type(error).__name__])[0][:160]
         for one, other in zip(expected, found, strict=True):
-            if not torch.allclose(one, other, rtol=1e-6, atol=1e-6 * float(one.abs().max() + 1e-6)):
-                return "stacked gradients differ from plain ones"
+            if not torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(one.abs().max() + 1e-6)):
+                return "its gradients differ from plain ones"
         return None
