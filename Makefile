@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PEERS := .venv-peers
 
-.PHONY: help setup demo test test-slow test-gpu bench bench-check check format clean
+.PHONY: help setup demo test test-slow test-gpu bench bench-check bench-peers check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -34,6 +35,18 @@ test-gpu: $(READY)  ## run the tests that need a GPU (skipped without one)
 bench: $(READY)  ## measure this machine: our engine against a plain loop
 	$(BIN)/coterie bench
 
+# Flower and pfl-research want other versions than ours, so they have an environment and pins of their own.
+$(PEERS)/.ready: pyproject.toml benchmarks/peers-constraints.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet -c benchmarks/peers-constraints.txt torch==2.13.0
+	$(PEERS)/bin/pip install --quiet -c benchmarks/peers-constraints.txt -e . 'pfl[pytorch]' 'flwr[simulation]' \
+		nvidia-ml-py munch pandas pillow tqdm
+	$(PEERS)/bin/pip install --quiet --no-deps -c benchmarks/peers-constraints.txt fedlab torchvision
+	touch $@
+
+bench-peers: $(PEERS)/.ready  ## measure other simulators too: pfl-research, FedLab, Flower (their own environment)
+	$(PEERS)/bin/coterie bench
+
 bench-check: $(READY)  ## fail if our engine is under 0.8 of its recorded ratio to the plain loop
 	$(BIN)/python benchmarks/check.py
 
@@ -48,4 +61,4 @@ format: $(READY)  ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build
+	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache build

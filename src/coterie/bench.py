@@ -2,7 +2,7 @@
 
 The unit is one client-step: one step of SGD of one client. The plain loop is what a careful user writes: one module
 that is used again for every client, slices of tensors that lie ready, no data loader, the better of one torch thread
-and all. Both train the same clients from the same weights on the same batches, and their results are compared. Runs
+and all. All train the same clients from the same weights on the same batches, and their results are compared. Runs
 alternate, and medians are reported, since machines are shared.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from coterie.engines import make_engine
 from coterie.federation import Federation
 from coterie.local import SGD
 from coterie.models import build_model
+from coterie.peers import Peer, Round
 from coterie.randomness import Rng, mix, permutations
 from coterie.train import Schedule
 
@@ -201,21 +202,30 @@ class Bench:
 
     # ---- measuring ----
 
-    def run(self, repeats: int = 5) -> dict[str, Any]:
-        """Both ways in turn: medians, their ratio, and whether they agree."""
+    def run(self, repeats: int = 5, peers: Mapping[str, Peer] | None = None) -> dict[str, Any]:
+        """All ways in turn: medians, their ratio, and whether they agree."""
         ways = {PLAIN: (self.plain, self.workload.plain_clients), OURS: (self.ours, self.workload.clients)}
         times = {name: Times([], [], count * self.workload.steps) for name, (_, count) in ways.items()}
         difference = self.difference()
-        for name in (PLAIN, OURS):
-            ways[name][0]()  # warm
-        for _ in range(repeats):
-            for name, (way, _) in ways.items():
-                self._wait()
-                wall, cpu = time.perf_counter(), time.process_time()
-                way()
-                self._wait()
-                times[name].wall.append(time.perf_counter() - wall)
-                times[name].cpu.append(time.process_time() - cpu)
+        others = [Beside(name, peer, self) for name, peer in (peers or {}).items()]
+        try:
+            for name in (PLAIN, OURS):
+                ways[name][0]()  # warm
+            for other in others:
+                other.start()
+            for _ in range(repeats):
+                for name, (way, _) in ways.items():
+                    self.wait()
+                    wall, cpu = time.perf_counter(), time.process_time()
+                    way()
+                    self.wait()
+                    times[name].wall.append(time.perf_counter() - wall)
+                    times[name].cpu.append(time.process_time() - cpu)
+                for other in others:
+                    other.measure()
+        finally:
+            for other in others:
+                other.stop()
         plain, ours = times[PLAIN], times[OURS]
         return {
             "workload": self.workload.model,
@@ -231,6 +241,7 @@ class Bench:
             "difference": difference,
             "plan": self.engine.describe(),
             "repeats": repeats,
+            "peers": [other.row(plain) for other in others],
         }
 
     def difference(self) -> float:
@@ -246,9 +257,116 @@ class Bench:
         moved = (plain - start[0]).norm().clamp_min(1e-12)
         return float(((ours - plain).norm() / moved).cpu())
 
-    def _wait(self) -> None:
+    # ---- for peers ----
+
+    def given(self) -> Round:
+        """What a peer trains: all clients of ours, their samples in the order of our batches."""
+        work, engine = self.workload, self.engine
+        layout, orders = engine.task.layout, self._orders(work.clients)
+        start = {name: value.detach().cpu().clone() for name, value in layout.unpack(engine.initial()).items()}
+        data = [self.federation.samples(i) for i in range(work.clients)]
+        return Round(
+            model=work.model,
+            settings=dict(work.settings),
+            shape=work.shape,
+            num_classes=10,
+            start=start,
+            data=[(x[order], y[order]) for (x, y), order in zip(data, orders, strict=True)],
+            lr=self._work.lr,
+            momentum=work.momentum,
+            batch=work.batch,
+            device=str(self._device),
+        )
+
+    def distance(self, model: Mapping[str, Tensor]) -> float:
+        """Of a mean model over all clients to ours, over its parameters, relative to how far training moved ours."""
+        engine, layout = self.engine, self.engine.task.layout
+        start, refs = engine.initial(), torch.zeros(engine.num_clients, dtype=torch.int64)
+        # In float64: a float32 sum of 100 models is off by more than the trained models are.
+        total = torch.zeros_like(start, dtype=torch.float64)
+        models = start.unsqueeze(0)
+        for chunk in engine.call(train, engine.everyone(), models=models, refs=refs, work=self._work, rng=self._rng):
+            total += chunk.answer.params.double().sum(0)
+
+        def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+            return torch.cat([tensors[slot.name].detach().flatten().cpu().double() for slot in layout.parameters])
+
+        ours = flat(layout.unpack(total / engine.num_clients))
+        moved = (ours - flat(layout.unpack(start))).norm().clamp_min(1e-12)
+        return float((flat(model) - ours).norm() / moved)
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+class Beside:
+    """A peer in a benchmark: whatever it raises ends its own measurement and becomes the reason in its row."""
+
+    def __init__(self, name: str, peer: Peer, bench: Bench) -> None:
+        self._name, self._peer, self._bench = name, peer, bench
+        self._times = Times([], [], bench.workload.clients * bench.workload.steps)
+        self._difference: float | None = None
+        self._error: str | None = None
+
+    def start(self) -> None:
+        """Build it, and a first round that is not timed: its model is compared with ours."""
+        self._guarded(self._start)
+
+    def measure(self) -> None:
+        """One more round."""
+        if self._error is None:
+            self._guarded(self._measure)
+
+    def stop(self) -> None:
+        """End it; a failure to end is told only if there was none before."""
+        self._guarded(self._peer.stop)
+
+    def row(self, plain: Times) -> dict[str, Any]:
+        """What came out. `ratio` is to the plain loop, as ours; `difference` is to our mean model."""
+        found: dict[str, Any] = {"peer": self._name, "version": self._peer.version(), "us": None, "ratio": None}
+        found |= {"cpu_us": None, "difference": self._difference, "remark": self._peer.remark, "error": self._error}
+        if self._times.wall and self._error is None:
+            found["us"] = round(self._times.microseconds, 2)
+            found["ratio"] = round(plain.microseconds / self._times.microseconds, 3)
+            if len(self._times.cpu) == len(self._times.wall):
+                found["cpu_us"] = round(self._times.cpu_microseconds, 2)
+        return found
+
+    def _start(self) -> None:
+        self._peer.start(self._bench.given())
+        self._round()
+        model = self._peer.model()
+        if model is not None:
+            self._difference = self._bench.distance(model)
+
+    def _measure(self) -> None:
+        self._bench.wait()
+        wall, cpu = time.perf_counter(), self._peer.cpu()
+        self._round()
+        self._bench.wait()
+        self._times.wall.append(time.perf_counter() - wall)
+        after = self._peer.cpu()
+        if cpu is not None and after is not None:
+            self._times.cpu.append(after - cpu)
+
+    def _round(self) -> None:
+        """With the threads of the plain loop: peers train one client at a time as it does."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._bench.plain_threads)
+        try:
+            self._peer.round()
+        finally:
+            torch.set_num_threads(threads)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # of any kind: it is the peer's
+            if self._error is None:
+                told = str(error).strip().splitlines()
+                self._error = ": ".join([type(error).__name__, *told[:1]])
 
 
 def machine(device: torch.device) -> dict[str, Any]:
