@@ -15,6 +15,8 @@ from torch.nn.functional import normalize
 from coterie.randomness import Rng, bits, race
 
 _PIECE = 1 << 20  # numbers looked at together
+_LOOPS = 64  # steps of a loop over pieces, at most: each has a price on a GPU
+_GRAM = 2048  # rows of which all pairs are looked at
 
 
 def squared_distances(rows: Tensor, centers: Tensor) -> Tensor:
@@ -89,8 +91,7 @@ def kmeans(
     """
     trim = min(trim, len(rows) - num_clusters)
     mean = rows.mean(0)
-    x = rows - mean  # [N, D]; distances by matrix products need rows near zero
-    x = x.double() if x.numel() <= 1 << 24 else x
+    x = _reduced(rows, mean)  # distances by matrix products need rows near zero
     keys = keys.to(rows.device)
     starts = [_seeds(x, num_clusters, rng.at("restart", r), keys, trim) for r in range(restarts)]
     centers = torch.stack(starts)  # [R, K, D]
@@ -113,8 +114,36 @@ def kmeans(
     inertia = torch.stack([(x - centers[r][labels[r]])[kept[r]].square().sum() for r in range(restarts)])  # [R]
     # The first of those that are equal but for rounding, so that rounding does not name the clusters.
     best = int((inertia <= inertia.min() * (1 + 1e-9) + 1e-300).nonzero()[0])
-    found = (centers[best] + mean).to(rows.dtype)
+    found = _centers_of(rows, x, centers[best], labels[best], kept[best])
     return KMeans(labels[best].cpu(), found, float(inertia[best]), ~kept[best].cpu())
+
+
+def _reduced(rows: Tensor, mean: Tensor) -> Tensor:
+    """Rows [N, D] around zero, or fewer coordinates [N, N] with the same distances between them.
+
+    Everything k-means looks at are distances, and N points lie in N dimensions: their coordinates are the square root
+    of the matrix of their products. Models are long and clients few.
+    """
+    count, size = rows.shape
+    if size <= count or count > _GRAM:
+        x = rows - mean
+        return x.double() if x.numel() <= 1 << 24 else x
+    products = torch.zeros(count, count, dtype=torch.float64, device=rows.device)
+    for part, middle in zip(rows.split(_PIECE // count, dim=1), mean.split(_PIECE // count), strict=True):
+        near = part.double() - middle.double()
+        products += near @ near.T
+    values, vectors = torch.linalg.eigh(products)
+    found: Tensor = vectors * values.clamp_min(0).sqrt()
+    return found
+
+
+def _centers_of(rows: Tensor, x: Tensor, centers: Tensor, labels: Tensor, kept: Tensor) -> Tensor:
+    """The centers of a clustering of the reduced rows `x` among the rows themselves: [K, D]."""
+    member = torch.nn.functional.one_hot(labels, len(centers)).to(rows.dtype) * kept.to(rows.dtype).unsqueeze(1)
+    counts = member.sum(0).unsqueeze(1)  # [K, 1]
+    means = (member / counts.T.clamp_min(1)).T @ rows
+    alone = squared_distances(centers, x).argmin(1)  # a center without members lies on a row
+    return torch.where(counts > 0, means, rows[alone])
 
 
 def _without_farthest(distances: Tensor, count: int) -> Tensor:
@@ -160,14 +189,23 @@ class Sketch:
         hashes = bits(torch.tensor(rng.at("sketch").key, device=device), size)
         self._signs = (1 - 2 * (hashes & 1)).to(torch.int8)
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Sketch each row."""
+    def __call__(self, rows: Tensor, origin: Tensor | None = None) -> Tensor:
+        """Sketch each row, or its difference to a common origin [P]."""
         if self.width == self._size:
-            return rows
-        signed = rows * self._signs
-        padding = self._folds * self.width - self._size
-        signed = torch.nn.functional.pad(signed, (0, padding))
-        return signed.reshape(len(rows), self._folds, self.width).sum(1)
+            return rows if origin is None else rows - origin
+        found = torch.zeros(len(rows), self.width, dtype=rows.dtype, device=rows.device)
+        # Some folds at a time: what is made of a large model stays in the cache.
+        folds = max(1, _PIECE // max(1, len(rows) * self.width), self._folds // _LOOPS)
+        for begin in range(0, self._size, folds * self.width):
+            part = rows[:, begin : begin + folds * self.width]
+            if origin is not None:
+                part = part - origin[begin : begin + part.shape[1]]
+            signed = part * self._signs[begin : begin + part.shape[1]]
+            whole = part.shape[1] // self.width
+            found += signed[:, : whole * self.width].reshape(len(rows), whole, self.width).sum(1)
+            rest = part.shape[1] - whole * self.width
+            found[:, :rest] += signed[:, whole * self.width :]
+        return found
 
 
 @functools.lru_cache(maxsize=8)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MARGIN = 1.05  # a way that is to be preferred may be so much slower than the fastest
 _STEPS = 3  # of each client, when measuring
 _SECONDS = 0.3  # of each way; one that is slower is measured once
-_CLIENTS = 256  # at most
+_CLIENTS = {"cuda": 1024, "cpu": 256}  # at most, when measuring: a GPU has to be full
 
 _known: dict[str, dict[str, float]] = {}
 
@@ -59,7 +59,7 @@ def measure(engine: VectorizedEngine, candidates: Sequence[Candidate]) -> dict[s
 def _time(engine: VectorizedEngine, candidate: Candidate) -> float:
     """Microseconds of a client's step; a way that fails here is never chosen."""
     way = candidate.make()
-    count = min(engine.num_clients, _CLIENTS, max(way.workers, way.piece * way.workers))
+    count = min(engine.num_clients, _CLIENTS[engine.device.type], max(way.workers, way.piece * way.workers))
     work = engine.task.work
     sizes = engine.federation.train.sizes
     clients = torch.argsort(sizes, descending=True, stable=True)[:count].sort().values
@@ -110,7 +110,7 @@ def signature(engine: VectorizedEngine, names: list[str]) -> str:
         engine.task.input_shape,
         work.batch_size if work.batch_size != "full" else size,
         bool(work.momentum),
-        min(engine.num_clients, _CLIENTS),
+        min(engine.num_clients, _CLIENTS[engine.device.type]),
         names,
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
