@@ -34,8 +34,8 @@ from coterie.errors import (
 )
 from coterie.federation import Federation
 from coterie.local import SGD
-from coterie.models import Builder, build_model, import_object
-from coterie.network import LOSSES, Layout, Loss, flatten, state_dict
+from coterie.models import Builder, ModelMaker, import_object
+from coterie.network import LOSSES, Loss, state_dict
 from coterie.newcomers import Newcomers, like_the_run, meet, split_unseen
 from coterie.randomness import Rng
 from coterie.runs import RunFolder
@@ -309,25 +309,11 @@ class Setup:
 
     def task(self) -> Task:
         """The network with its first weights, the loss, the work."""
-        rng = Rng.seed(self.schedule.seed).at("model")
         data = self.federation
-
         outputs = data.num_classes or (1 if data.y.dim() == 1 else int(data.y[0].numel()))
-
-        def make(point: Rng) -> nn.Module:
-            return build_model(self.model, self.model_settings, data.input_shape, outputs, point)
-
-        module = make(rng)
-        return Task(
-            module=module,
-            layout=Layout.of(module),
-            initial=flatten(module),
-            loss=find_loss(self.loss),
-            num_classes=data.num_classes,
-            input_shape=data.input_shape,
-            work=self.work,
-            draw=lambda point: flatten(make(point)),
-        )
+        make = ModelMaker(self.model, self.model_settings, data.input_shape, outputs)
+        seed = self.schedule.seed
+        return Task.made(make, seed, find_loss(self.loss), data.num_classes, data.input_shape, self.work)
 
 
 def find_loss(loss: str | Loss) -> Loss:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from coterie.errors import ConfigError, ModelError
 from coterie.federation import Federation, Split, SplitName
 from coterie.local import SGD
-from coterie.network import Layout, Loss, Network
+from coterie.network import Layout, Loss, Network, flatten
 from coterie.randomness import Rng, mix
 from coterie.training import Batches, BatchPlan, DeviceData, Job, Way
 
@@ -34,6 +34,33 @@ class Task:
     input_shape: tuple[int, ...]  # of one sample
     work: SGD
     draw: Callable[[Rng], Tensor]  # other first weights of the same network, [P]
+    make: Callable[[Rng], nn.Module] | None = None  # the network anew; where clients are other processes
+    seed: int = 0  # that `initial` was made from
+
+    @classmethod
+    def made(
+        cls,
+        make: Callable[[Rng], nn.Module],
+        seed: int,
+        loss: Loss,
+        num_classes: int,
+        input_shape: tuple[int, ...],
+        work: SGD,
+    ) -> Task:
+        """The task of a run with this seed: every side of it makes the same first weights by itself."""
+        module = make(Rng.seed(seed).at("model"))
+        return cls(
+            module=module,
+            layout=Layout.of(module),
+            initial=flatten(module),
+            loss=loss,
+            num_classes=num_classes,
+            input_shape=input_shape,
+            work=work,
+            draw=lambda point: flatten(make(point)),
+            make=make,
+            seed=seed,
+        )
 
 
 class Answer(Mapping[str, Tensor]):

@@ -83,6 +83,12 @@ class Ledger:
         """What clients computed: gradients of single samples."""
         self._entry(phase, step)["gradients"] += gradients
 
+    def record_wire(self, phase: Phase, down: int, up: int) -> None:
+        """What a transport carried for a call, its own packing included."""
+        entry = self._entry(phase, "wire")
+        entry["wire_down"] = entry.get("wire_down", 0) + down
+        entry["wire_up"] = entry.get("wire_up", 0) + up
+
     def _entry(self, phase: Phase, step: str) -> dict[str, int]:
         name = f"{phase}/{step.rpartition(':')[2]}"
         return self.entries.setdefault(name, {"down": 0, "up": 0, "scalars": 0, "messages": 0, "gradients": 0})
@@ -116,9 +122,13 @@ class Ledger:
         work = dict.fromkeys(names, 0)
         for name, entry in self.entries.items():
             work[cast(Phase, name.partition("/")[0])] += entry["gradients"]
+        carried = {
+            way: sum(entry.get(f"wire_{way}", 0) for entry in self.entries.values()) for way in ("down", "up")
+        }
         return {
             **rounds,
             **phases,
+            **({"wire": carried} if any(carried.values()) else {}),
             "gradients": work,
             "by_step": {name: dict(entry) for name, entry in sorted(self.entries.items())},
         }

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -123,6 +124,19 @@ def build_model(
     if not isinstance(module, nn.Module):
         raise ModelError(f"model {name} must give a torch.nn.Module. Got {type(module).__name__} instead.")
     return module
+
+
+@dataclass(frozen=True)
+class ModelMaker:
+    """How the network of a run is made: small, so that it can be told to other processes."""
+
+    model: str | Builder
+    settings: Mapping[str, Any]
+    input_shape: tuple[int, ...]
+    outputs: int
+
+    def __call__(self, rng: Rng) -> nn.Module:
+        return build_model(self.model, self.settings, self.input_shape, self.outputs, rng)
 
 
 def find_model(spec: str) -> Builder:

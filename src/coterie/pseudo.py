@@ -44,6 +44,13 @@ class Forward:
         self.stacked = self.reason is None if stacked is None else stacked
         self._quick = self._hand_written(tuple(input_shape)) if stacked is None and self.stacked else None
 
+    @property
+    def is_light(self) -> bool:
+        """Whether any number of samples may be taken at once: activations are not held."""
+        from coterie.engines.native import NativeKernel
+
+        return isinstance(self._quick, NativeKernel)
+
     def _hand_written(self, input_shape: tuple[int, ...]) -> Any:
         """Hand-written layers, where the network is a plain stack of them; outputs do not depend on the loss."""
         from coterie.engines.layers import LayerKernel

@@ -69,7 +69,8 @@ class FedDS(CenterMethod):
         """Log-probabilities of models [c, P] for the indicator samples: [c, R, L]."""
         assert engine.reserved is not None
         x, _ = engine.reserved
-        pieces = x.split(max(1, _AT_ONCE // max(1, len(models))))
+        at_once = len(x) if engine.forward.is_light else max(1, _AT_ONCE // max(1, len(models)))
+        pieces = x.split(max(1, at_once))
         logits = torch.cat([engine.forward(models, part) for part in pieces], dim=1)
         return (logits / self.temperature).log_softmax(2)
 

@@ -1,4 +1,4 @@
-"""Engines: `loop` (the reference), `vectorized` (the fast one), `mock` (for tests)."""
+"""Engines: `loop` (the reference), `vectorized` (the fast one), `flower` (nodes of Flower), `mock` (for tests)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,19 @@ def _vectorized(task: Task, federation: Federation, device: str, settings: dict[
     return VectorizedEngine(task, federation, device=device, settings=settings)
 
 
+def _flower(task: Task, federation: Federation, device: str, settings: dict[str, Any]) -> Engine:
+    from coterie.flower import require_flower
+
+    require_flower("engine flower")
+    from coterie.flower.simulation import simulated_engine
+
+    return simulated_engine(task, federation, device, settings)
+
+
 ENGINES: dict[str, Callable[[Task, Federation, str, dict[str, Any]], Engine]] = {
     "loop": _loop,
     "vectorized": _vectorized,
+    "flower": _flower,
 }
 
 

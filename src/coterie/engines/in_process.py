@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coterie.block import Answer, Block, ClientStep, Models, Task, check_network, step_name
+from coterie.block import Answer, Block, ClientStep, Memory, Models, Task, check_network, step_name
 from coterie.engine import Chunk, Engine, Failure, available_memory, resolve_device, too_large
 from coterie.errors import ConfigError, CoterieError, EngineError
 from coterie.federation import Federation
@@ -198,9 +198,9 @@ class InProcessEngine(Engine):
         """Within it, arithmetic is as the settings say."""
         return arithmetic(self.settings.precision, self._device)
 
-    def block_of(self, clients: Tensor, way: Way, rng: Rng | None = None) -> Block:
-        """These clients as a block that is trained in this way."""
-        memory = _BlockMemory(self.memory, clients)
+    def block_of(self, clients: Tensor, way: Way, rng: Rng | None = None, memory: Memory | None = None) -> Block:
+        """These clients as a block that is trained in this way; by default they remember what this engine holds."""
+        memory = _BlockMemory(self.memory, clients) if memory is None else memory
         rng = Rng.seed(0) if rng is None else rng
         return Block(clients, self.data, self.task, way, memory, rng, self._samples_at_once)
 

@@ -1,0 +1,38 @@
+"""The same algorithms on Flower: simulated (`coterie run --engine flower`) and at real sites (`coterie deploy`).
+
+    from coterie.flower import client_app, server_app   # in a Flower app; see docs/deployment.md
+
+Needs `pip install 'coterie[flower]'`; nothing of Flower is imported before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coterie.errors import MissingExtra
+
+__all__ = ["client_app", "require_flower", "server_app"]
+
+
+def require_flower(what: str) -> None:
+    """Say which extra is missing, if it is."""
+    try:
+        import flwr  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra(what, "flower") from error
+
+
+def client_app(site: Any) -> Any:
+    """The ClientApp of a site: `site` is the user's module with `model()` and `load_data(context)`."""
+    require_flower("coterie.flower")
+    from coterie.flower.client import deployed_client_app
+
+    return deployed_client_app(site)
+
+
+def server_app(site: Any) -> Any:
+    """The ServerApp of a run over sites."""
+    require_flower("coterie.flower")
+    from coterie.flower.server import deployed_server_app
+
+    return deployed_server_app(site)
