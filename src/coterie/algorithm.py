@@ -26,7 +26,7 @@ import abc
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -57,6 +57,18 @@ class ClusterState:
         common = engine.initial()
         labels = torch.full((engine.num_clients,), -1, dtype=torch.int64)
         return cls(common=common, centers=common.repeat(num_clusters, 1), labels=labels, **more)
+
+    of_clients: ClassVar[tuple[str, ...]] = ()  # fields that have a row for each client, labels aside
+
+    def with_more_clients(self, count: int) -> Any:
+        """The state with so many clients more, at the end, that were not met yet."""
+        labels = torch.cat([self.labels, torch.full((count,), -1, dtype=torch.int64)])
+        more: dict[str, Any] = {}
+        for name in self.of_clients:
+            rows = getattr(self, name)
+            if len(rows) == len(self.labels):
+                more[name] = torch.cat([rows, rows.new_zeros(count, *rows.shape[1:])])
+        return replace(self, labels=labels, **more)
 
     @property
     def num_clusters(self) -> int:

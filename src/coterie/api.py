@@ -382,17 +382,30 @@ def _train(
         else:
             folder.cut_rows(0)
     trainer.run()
+    told = {"algorithm": setup.algorithm_name, "dataset": setup.dataset_name, "model": setup.model_name}
     result = Result(trainer, {}, held_out)
     began = time.perf_counter()
     newcomers = result.unseen
     trainer.progress.seconds["evaluate"] += time.perf_counter() - began
-    result.summary = summary = {
-        "algorithm": setup.algorithm_name,
-        "dataset": setup.dataset_name,
-        "model": setup.model_name,
+    result.summary = finish(trainer, told, folder, setup.engine, digest, newcomers)
+    return result
+
+
+def finish(
+    trainer: Trainer,
+    told: Mapping[str, Any],
+    folder: RunFolder | None,
+    engine_name: str,
+    digest: str,
+    newcomers: Newcomers | None = None,
+) -> dict[str, Any]:
+    """The summary of a run that has come to its end, written into its folder if it has one."""
+    engine = trainer.engine
+    summary = {
+        **told,
         **trainer.summary(),
         "unseen": None if newcomers is None else newcomers.summary(),
-        "engine": setup.engine,
+        "engine": engine_name,
         "device": str(engine.device),
         "plan": engine.describe(),
         "digest": digest,
@@ -403,7 +416,7 @@ def _train(
         if newcomers is not None:
             folder.write_json("artifacts/unseen.json", newcomers.rows())
         folder.write_json("summary.json", summary)
-    return result
+    return summary
 
 
 def open_run(path: str | Path) -> Result:

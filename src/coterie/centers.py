@@ -44,6 +44,8 @@ _REST = 2  # rounds between two repairs, so that the first can take effect
 class CenterState(ClusterState):
     """The centers, and what is remembered of the clients' first models."""
 
+    of_clients: ClassVar[tuple[str, ...]] = ("sketches", "moved")
+
     sketches: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, D] first update from the common start
     mean_samples: float = 0.0  # mean number of samples of the clients met at the start
     mended_in: int = -_REST  # round of the last repair

@@ -120,6 +120,10 @@ class Engine(abc.ABC):
     def memory_budget(self) -> int:
         """Bytes that an algorithm may hold at once, beside its centers."""
 
+    def welcome(self) -> int:
+        """Take in clients that have come since, at the end of the list; how many there are."""
+        return 0
+
     def begin(self, round: int, phase: Phase) -> None:
         """Called by the round loop: what follows belongs to this round and phase."""
         if round != self.round:

@@ -122,9 +122,7 @@ class Ledger:
         work = dict.fromkeys(names, 0)
         for name, entry in self.entries.items():
             work[cast(Phase, name.partition("/")[0])] += entry["gradients"]
-        carried = {
-            way: sum(entry.get(f"wire_{way}", 0) for entry in self.entries.values()) for way in ("down", "up")
-        }
+        carried = {way: sum(entry.get(f"wire_{way}", 0) for entry in self.entries.values()) for way in ("down", "up")}
         return {
             **rounds,
             **phases,

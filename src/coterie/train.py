@@ -115,6 +115,8 @@ class Trainer:
         failures, repairs = len(self.engine.failures), len(self.state.repairs)
         rng = self._rng.at("round", number)
         self.engine.begin(number, "round")
+        self.welcome()
+        before = self._padded(before, -1)
         size = max(1, round(self.schedule.participation * self.engine.num_clients))
         cohort = self.engine.draw(rng.at("cohort"), size)
         self.state = self.algorithm.round(self.state, self.engine, cohort, rng.at("work"))
@@ -150,6 +152,21 @@ class Trainer:
         if self._observer is not None:
             self._observer(row)
 
+    def welcome(self) -> int:
+        """Let the engine take in clients that have come; to the method they are clients it has not met yet."""
+        count = self.engine.welcome()
+        if count:
+            self.state = self.state.with_more_clients(count)
+            self.attack = attack_of(self.engine.keys, self.schedule)
+            engine_attack = None if self.attack.is_none else self.attack
+            self.engine.attack = engine_attack
+        return count
+
+    def _padded(self, values: NDArray[Any], fill: float) -> NDArray[Any]:
+        """Numbers of the clients of then as numbers of the clients of now: some may have come since."""
+        missing = self.engine.num_clients - len(values)
+        return values if not missing else np.concatenate([values, np.full(missing, fill, dtype=values.dtype)])
+
     def _evaluate(self, number: int) -> Row:
         """Every client's personal model on its test samples."""
         self.engine.begin(number, "evaluate")
@@ -173,7 +190,8 @@ class Trainer:
     def _groups(self) -> NDArray[np.int64] | None:
         """The true groups as they are in the round in hand."""
         groups = self.federation.at(self.engine.round).groups
-        return None if groups is None else groups.numpy()
+        # Of clients that have come since nobody knows the group.
+        return None if groups is None or len(groups) != self.engine.num_clients else groups.numpy()
 
     # ---- the summary ----
 
@@ -218,7 +236,7 @@ class Trainer:
         self._saved_at = time.monotonic()
         if self.folder is None:
             return
-        labels = np.stack(self.progress.labels)
+        labels = np.stack([self._padded(row, -1) for row in self.progress.labels])
         tensors = {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
         tensors |= {f"memory.{name}": tensor for name, tensor in self.engine.memory_tensors().items()}
         tensors["history.labels"] = torch.from_numpy(labels)
@@ -253,7 +271,7 @@ class Trainer:
         if not self.progress.scores:
             return {}
         names = self.progress.scores[0]
-        return {name: np.stack([scores[name] for scores in self.progress.scores]) for name in names}
+        return {name: np.stack([self._padded(s[name], 0) for s in self.progress.scores]) for name in names}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Put everything back as it was after that round; later rounds are cut off the folder."""

@@ -46,6 +46,8 @@ _WIDTH = 4096  # of the sketches by which absent members are judged
 class CFLState(ClusterState):
     """Clusters so far, the splits that made them, and what was last seen of each client."""
 
+    of_clients: ClassVar[tuple[str, ...]] = ("updates", "shown")
+
     scale: float = 0.0  # mean length of the updates of the first round
     updates: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, D] sketch of the last update of a client
     shown: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [N] since its cluster exists

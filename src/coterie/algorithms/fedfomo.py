@@ -75,6 +75,12 @@ class FomoState(ClusterState):
     affinity: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, N] sums of weights: row is who judged
     turn: int = 0  # rounds so far
 
+    def with_more_clients(self, count: int) -> Any:
+        """They begin with the common start, and nobody has judged them."""
+        grown = super().with_more_clients(count)
+        models = torch.cat([self.models, self.common.repeat(count, 1).to(self.models)])
+        return replace(grown, models=models, affinity=torch.nn.functional.pad(self.affinity, (0, count, 0, count)))
+
 
 @register
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ def weighted(distances: Tensor, counts: Tensor) -> Tensor:
 class MDICFLState(CenterState):
     """The centers, and under weak privacy the clients' label counts."""
 
+    of_clients: ClassVar[tuple[str, ...]] = (*CenterState.of_clients, "counts")
+
     counts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N, L], weak privacy only
 
 

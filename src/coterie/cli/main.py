@@ -8,7 +8,7 @@ import click
 import typer
 from rich.console import Console
 
-from coterie.cli import bench, choose, compare, data, data_show, lists, onboard, run, sweep
+from coterie.cli import bench, choose, compare, data, data_show, deploy, lists, onboard, run, sweep
 from coterie.errors import CoterieError
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command("export")(onboard.export)
 app.command("list")(lists.list_things)
 data.data_app.command("show")(data_show.show)
 app.add_typer(data.data_app, name="data")
+app.add_typer(deploy.app, name="deploy")
 
 
 def _version(wanted: bool) -> None:

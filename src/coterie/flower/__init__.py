@@ -7,6 +7,7 @@ Needs `pip install 'coterie[flower]'`; nothing of Flower is imported before it i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from coterie.errors import MissingExtra
@@ -22,12 +23,15 @@ def require_flower(what: str) -> None:
         raise MissingExtra(what, "flower") from error
 
 
-def client_app(site: Any) -> Any:
-    """The ClientApp of a site: `site` is the user's module with `model()` and `load_data(context)`."""
+def client_app(site: Any, mods: Sequence[Any] = ()) -> Any:
+    """The ClientApp of a site: `site` is the user's module with `model()` and `load_data(context)`.
+
+    `mods` are Flower's: functions around every message, such as `coterie.flower.mods.clip_and_noise`.
+    """
     require_flower("coterie.flower")
     from coterie.flower.client import deployed_client_app
 
-    return deployed_client_app(site)
+    return deployed_client_app(site, mods)
 
 
 def server_app(site: Any) -> Any:

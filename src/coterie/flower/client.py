@@ -11,28 +11,33 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from coterie.errors import ConfigError
+from coterie.federation import SplitName
 from coterie.flower.link import hello_of
 from coterie.flower.site import Site, one_client
 from coterie.models import ModelMaker
 from coterie.network import LOSSES, Loss
 from coterie.transforms import View
 
+SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
+
 # ---- at a site ----
 
 
-def deployed_client_app(site: Any) -> ClientApp:
+def deployed_client_app(site: Any, mods: Sequence[Any] = ()) -> ClientApp:
     """Answers for one site. `site` has `model()`, `load_data(context)`, `CLASSES`, `INPUT`, perhaps `name(context)`."""
-    app = ClientApp()
+    app = ClientApp(mods=list(mods))
 
     @app.query()
     def hello(message: Message, context: Context) -> Message:
         federation = _federation(site, context)
-        sizes = {s: int(federation.split(s).sizes[0]) for s in ("train", "valid", "test")}  # type: ignore[arg-type]
+        sizes = {str(s): int(federation.split(s).sizes[0]) for s in SPLITS}
         return Message(hello_of(federation.names[0], sizes), reply_to=message)
 
     def answer(message: Message, context: Context) -> Message:
         federation = _federation(site, context)
-        made = Site(federation, maker_of(site), loss_of(site), state_folder(context), str(_of(context, "device", "cpu")))
+        made = Site(
+            federation, maker_of(site), loss_of(site), state_folder(context), str(_of(context, "device", "cpu"))
+        )
         return Message(made.answer(message.content), reply_to=message)
 
     app.train()(answer)
@@ -100,7 +105,7 @@ def simulated_client_app(make: ModelMaker, loss: Loss, views: Sequence[View], fo
     def hello(message: Message, context: Context) -> Message:
         federation = _simulated(folder, make, loss, kept).federation
         client = int(context.node_config["partition-id"])
-        sizes = {s: int(federation.split(s).sizes[client]) for s in ("train", "valid", "test")}  # type: ignore[arg-type]
+        sizes = {str(s): int(federation.split(s).sizes[client]) for s in SPLITS}
         return Message(hello_of(federation.names[client], sizes), reply_to=message)
 
     def answer(message: Message, context: Context) -> Message:
@@ -124,5 +129,3 @@ def _simulated(folder: str, make: ModelMaker, loss: Loss, views: tuple[View, ...
         _sites.clear()
         _sites[folder] = Site(read_world(Path(folder), views), make, loss, Path(folder) / "memory")
     return _sites[folder]
-
-

@@ -1,8 +1,8 @@
 """The engine whose clients are nodes of Flower: the contract of `coterie.engine` over messages.
 
 Every client of a call gets one message; records of models are shared between messages, so that Flower holds each
-distinct model once. A call ends when all have answered or at its deadline; who has not answered has failed. Every answer
-is checked before it is used: its size before it is unpacked, then its types and shapes, then its numbers.
+distinct model once. A call ends when all have answered or at its deadline; who has not answered has failed. Every
+answer is checked before it is used: its size before it is unpacked, then its types and shapes, then its numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _AT_ONCE = 64  # clients of a chunk
 class FlowerSettings:
     """Settings of the engine `flower`: `--set engine.FIELD=VALUE`."""
 
-    deadline: float = setting(600.0, "seconds that clients have for one call; then the round goes on without them", gt=0)
+    deadline: float = setting(
+        600.0, "seconds that clients have for one call; then the round goes on without them", gt=0
+    )
     poll: float = setting(0.05, "seconds between two looks for answers", gt=0)
     precision: Literal["float32", "float64"] = setting("float32", "arithmetic of the clients")
     cpus: int = setting(1, "cores that a simulated client takes while it works", ge=1)

@@ -107,10 +107,16 @@ class Link:
             return "key:" + hashlib.sha256(key).hexdigest()[:32]
         return f"node:{number}"
 
-    def _keep_out(self, number: int, why: str) -> None:
+    def _keep_out(self, number: int, why: str) -> Member | None:
         self._refused[number] = why
         self.notes.append(why)
         log.warning("%s; it is not let in", why)
+        return None
+
+    @property
+    def connected(self) -> list[str]:
+        """Members that are there, as of the last roll call."""
+        return list(self._node)
 
     def remember(self, members: list[Mapping[str, Any]]) -> None:
         """The run goes on: those it knew, in their order."""

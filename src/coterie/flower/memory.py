@@ -25,7 +25,7 @@ KEPT = 2  # generations
 def plain_name(name: str) -> str:
     """A name as a folder may have it."""
     safe = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:80]
-    return safe if safe == name else f"{safe}-{abs(hash_of(name)):016x}"
+    return safe if safe and safe == name else f"{safe}-{abs(hash_of(name)):016x}"
 
 
 def hash_of(name: str) -> int:

@@ -44,7 +44,7 @@ _RUN = "simulation"
 
 
 class SimulatedEngine(FlowerEngine):
-    """Nodes of Flower's simulation; what they remember goes into the checkpoint, since their disk is a temporary one."""
+    """Nodes of Flower's simulation; what they remember goes into the checkpoint: their disk is a temporary one."""
 
     def __init__(self, task: Task, federation: Federation, settings: FlowerSettings, grid: Any, folder: Path) -> None:
         link = Link(grid, "claimed", settings.poll)
@@ -57,7 +57,7 @@ class SimulatedEngine(FlowerEngine):
         for number in range(self.num_clients):
             for name, value in self._memory(number).everything().items():
                 found.setdefault(name, {})[number] = value[0]
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, rows in found.items():
             first = next(iter(rows.values()))
             values = torch.zeros(self.num_clients, *first.shape, dtype=first.dtype)

@@ -94,7 +94,9 @@ def size_of(content: RecordDict) -> int:
 # ---- requests ----
 
 
-def request(call: Call, models: list[ArrayRecord], payload: ArrayRecord | None, each: Mapping[str, Tensor]) -> RecordDict:
+def request(
+    call: Call, models: list[ArrayRecord], payload: ArrayRecord | None, each: Mapping[str, Tensor]
+) -> RecordDict:
     """A message's content. Records of models are shared between messages: Flower stores equal ones once."""
     content = RecordDict()
     content[CALL] = ConfigRecord({"json": json.dumps(asdict(call))})

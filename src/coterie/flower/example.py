@@ -1,0 +1,30 @@
+"""Data to try a deployment with: the embedded digits, dealt to sites that see them turned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def rotated_shares(shares: int, turns: Sequence[int], seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
+    """Samples of `site-0` ...: equal shares of the digits, site i turned by turns[i % len(turns)] degrees.
+
+    >>> shares = rotated_shares(4, (0, 180))
+    >>> sorted(shares), shares["site-1"][0].shape[1:]
+    (['site-0', 'site-1', 'site-2', 'site-3'], torch.Size([1, 8, 8]))
+    """
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    x = torch.from_numpy(found.images).float().unsqueeze(1) / 16
+    y = torch.from_numpy(found.target).long()
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    each = len(x) // shares
+    dealt = {}
+    for site in range(shares):
+        rows = order[site * each : (site + 1) * each]
+        turn = turns[site % len(turns)]
+        dealt[f"site-{site}"] = (torch.rot90(x[rows], turn // 90, (2, 3)).contiguous(), y[rows])
+    return dealt

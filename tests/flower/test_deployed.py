@@ -1,0 +1,167 @@
+"""Real processes on loopback: TLS and keys, and what happens when things break. `make test-flower`."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
+
+from tests.flower.sites import FAULTY, Sites
+
+pytestmark = pytest.mark.flower
+
+
+@pytest.fixture
+def sites(tmp_path, request):
+    made = Sites(tmp_path / "app", **getattr(request, "param", {}))
+    yield made
+    made.close()
+
+
+def in_process(algorithm, rounds, count, seed=0, **work):
+    """The same run in this process."""
+    import coterie
+    from coterie.federation import Federation
+    from coterie.flower.example import rotated_shares
+    from coterie.local import SGD
+
+    shares = rotated_shares(shares=8, turns=(0, 180))
+    data = Federation.from_clients({f"site-{i}": shares[f"site-{i}"] for i in range(count)}, num_classes=10)
+
+    def model():
+        nn = torch.nn
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    work = SGD(**{"lr": 0.2, "epochs": 5, "batch_size": 10} | work)
+    return coterie.run(algorithm, data, model, rounds=rounds, work=work, seed=seed, engine="loop")
+
+
+@pytest.mark.parametrize("sites", [{"secure": True}], indirect=True)
+def test_four_nodes_with_tls_and_keys_give_what_one_process_gives(sites):
+    from coterie.algorithms.fesem import FeSEM
+
+    sites.superlink()
+    for number in range(4):
+        sites.node(number)
+    sites.run(rounds=2, clusters=2)
+    # Nobody without a registered key, and nobody without TLS.
+    keys = sites.folder / "keys"
+    for name in ("site-9", "site-9.pub"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", keys / "site-9"],
+                       check=False, stdin=subprocess.DEVNULL, capture_output=True)  # fmt: skip
+        assert (keys / name).exists()
+    sites.node(9)
+    port = sites.env["COTERIE_PORT"]
+    plain = sites.start("plain", "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}",
+                        "--host", "127.0.0.1", "--port", "0", "--max-retries", "1")  # fmt: skip
+    sites.wait_for_end(400)
+    summary = sites.summary()
+    expected = in_process(FeSEM(num_clusters=2), 2, 4)
+    assert summary["clients"] == 4
+    assert summary["accuracy"]["macro"] == pytest.approx(expected.summary["accuracy"]["macro"], abs=1e-9)
+    assert summary["loss"] == pytest.approx(expected.summary["loss"], rel=1e-5)
+    labels = expected.labels.tolist()
+    assert labels[0] == labels[2] != labels[1] == labels[3]  # the two rotations
+    import numpy as np
+
+    found = np.load(sites.folder / "runs" / "deployed" / "labels.npy")[-1]
+    assert found.tolist() == labels
+    ours, theirs = summary["bytes"], expected.summary["bytes"]
+    assert (ours["down"], ours["up"], ours["start"]) == (theirs["down"], theirs["up"], theirs["start"])
+    assert ours["wire"]["up"] > ours["up"]
+    assert summary["failures"] == 0
+    log = sites.log("node-9").lower()
+    assert "2004" in log or "not registered" in log or "unauthorized" in log or "denied" in log, log[-800:]
+    assert plain.poll() is not None or "error" in sites.log("plain").lower() or "fail" in sites.log("plain").lower()
+
+
+def test_answers_that_cannot_be_used_are_refused_and_named(sites):
+    (sites.folder / "sites" / "client.py").write_text(FAULTY)
+    sites.superlink()
+    faults = ["", "", "nan", "shape", "garbage", "huge", "raise", "pickle"]
+    for number, fault in enumerate(faults):
+        sites.node(number, fault=fault)
+    sites.run(algorithm="fedavg", rounds=1, clusters="", deadline=120.0, **{"min-clients": 8})
+    sites.wait_for_end(400)
+    import json
+
+    failures = json.loads((sites.folder / "runs" / "deployed" / "artifacts" / "failures.json").read_text())
+    reasons = {f["client"]: f["reason"] for f in failures if f["step"].endswith(":train")}
+    assert set(reasons) == {f"site-{i}" for i in range(2, 8)}
+    assert "not finite" in reasons["site-2"]
+    assert "another shape" in reasons["site-3"]
+    assert "garbage" in reasons["site-4"]
+    assert "bytes where" in reasons["site-5"]
+    assert "this site is out of order" in reasons["site-6"]
+    assert "kind 'pickle'" in reasons["site-7"]
+    assert len(sites.rows()) == 1
+    assert sites.summary()["accuracy"]["macro"] > 0.05
+
+
+def test_slow_killed_returning_and_joining_nodes(sites):
+    (sites.folder / "sites" / "client.py").write_text(FAULTY)
+    sites.superlink()
+    for number in range(3):
+        sites.node(number)
+    sites.run(algorithm="fesem", clusters=2, rounds=5, deadline=40.0, **{"min-clients": 3})
+    sites.wait_for_round(1)
+    sites.kill("node-2")
+    sites.wait_for_round(2)
+    killed = sites.rows()[1]
+    assert killed["failures"] >= 1
+    sites.node(2)  # it comes back, and is known
+    sites.node(3)  # it is new
+    sites.node(4, fault="slow")
+    sites.wait_for_end(500)
+    rows = sites.rows()
+    assert [row["round"] for row in rows] == [1, 2, 3, 4, 5]
+    summary = sites.summary()
+    assert summary["clients"] == 5
+    import numpy as np
+
+    labels = np.load(sites.folder / "runs" / "deployed" / "labels.npy")
+    assert (labels[2:, 2] == labels[1, 2]).all()  # its label is kept while it is away
+    assert labels[1, 3] == -1
+    assert labels[-1, 3] == labels[-1, 1]  # assigned to those who are turned as it is
+    assert any("site-4" in str(f) for f in _failures(sites)), "the slow one is named"
+    assert all("site-4" in f["client"] or "site-2" in f["client"] for f in _failures(sites))
+
+
+def _failures(sites):
+    import json
+
+    return json.loads((sites.folder / "runs" / "deployed" / "artifacts" / "failures.json").read_text())
+
+
+def test_killed_servers_go_on_and_no_round_is_lost_or_doubled(sites):
+    """`local` keeps its models on the sites' disks only: they must be those of exactly so many rounds."""
+    sites.superlink()
+    for number in range(2):
+        sites.node(number)
+    config = {"algorithm": "local", "clusters": "", "rounds": 5, "min-clients": 2}
+    sites.run(**config)
+    sites.wait_for_round(1)
+    time.sleep(3)  # somewhere in round 2
+    sites.kill_serverapp()
+    seen = len(sites.rows())
+    sites.kill("run")
+    sites.run(**config)
+    sites.wait_for_round(max(3, seen + 1))
+    seen = len(sites.rows())
+    sites.kill("superlink")
+    sites.kill("run")
+    sites.superlink()
+    sites.run(**config)
+    sites.wait_for_end(500)
+    rows = sites.rows()
+    assert [row["round"] for row in rows] == [1, 2, 3, 4, 5]
+    assert seen >= 3
+    expected = in_process("local", 5, 2)
+    summary = sites.summary()
+    assert summary["failures"] == 0
+    assert summary["accuracy"]["macro"] == pytest.approx(expected.summary["accuracy"]["macro"], abs=1e-9)
+    assert summary["loss"] == pytest.approx(expected.summary["loss"], rel=1e-6)

@@ -1,0 +1,182 @@
+"""The engine over messages: equal to the loop, answers checked, clients that come and go. No processes."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
+
+from flwr.app import Array, ArrayRecord
+
+from coterie.algorithm import algorithms, find_algorithm
+from coterie.block import train
+from coterie.engines import make_engine
+from coterie.randomness import Rng
+from coterie.train import Schedule, Trainer
+from tests.flower.fakes import engine_over, world
+from tests.helpers import ragged_federation, reserved_for, setup_of
+
+
+def setup_for(name, **changes):
+    algorithm = find_algorithm(name)()
+    federation = ragged_federation(reserve=reserved_for(algorithm))
+    return setup_of(algorithm, federation, **changes)
+
+
+def run_over(setup, engine, rounds=3, **schedule):
+    trainer = Trainer(setup.algorithm, engine, setup.federation, Schedule(rounds=rounds, **schedule))
+    trainer.run()
+    return trainer
+
+
+@pytest.mark.parametrize("name", algorithms())
+def test_every_method_gives_what_the_loop_gives(name, tmp_path):
+    setup = setup_for(name)
+    engine, _ = engine_over(tmp_path, setup.task(), setup.federation)
+    ours = run_over(setup, engine)
+    loop = make_engine("loop", setup.task(), setup.federation, "cpu", {"precision": "float64"})
+    theirs = run_over(setup, loop)
+    assert np.array_equal(ours.progress.labels[-1], theirs.progress.labels[-1])
+    found, expected = ours.summary(), theirs.summary()
+    for key in ("accuracy", "loss", "f1"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-6)
+    wire = found["bytes"].pop("wire")
+    by_step = {k: v for k, v in found["bytes"].pop("by_step").items() if not k.endswith("/wire")}
+    assert by_step == expected["bytes"].pop("by_step")
+    assert found["bytes"] == expected["bytes"]
+    assert wire["down"] >= found["bytes"]["down"]
+    assert found["failures"] == expected["failures"] == 0
+
+
+@pytest.mark.parametrize(("name", "settings", "messages"), [("ifca", {}, 1), ("md_icfl", {"privacy": "strong"}, 2)])
+def test_messages_of_a_client_in_a_round(name, settings, messages, tmp_path):
+    algorithm = find_algorithm(name)(**settings)
+    setup = setup_of(algorithm, ragged_federation())
+    engine, grid = engine_over(tmp_path, setup.task(), setup.federation)
+    trainer = Trainer(algorithm, engine, setup.federation, Schedule(rounds=2, evaluate_every=2))
+    trainer._start()
+    before = len(grid.sent)
+    trainer._round(1)
+    sent = Counter(message.metadata.dst_node_id for message in grid.sent[before:])
+    assert set(sent.values()) == {messages}
+    assert len(sent) == 9
+
+
+def test_one_record_for_each_distinct_model(tmp_path):
+    setup = setup_for("fedavg")
+    engine, grid = engine_over(tmp_path, setup.task(), setup.federation)
+    models = engine.initial().repeat(2, 1)
+    refs = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1, 0])
+    before = len(grid.sent)
+    list(engine.call(train, engine.everyone(), models=models, refs=refs, rng=Rng.seed(0)))
+    records = {id(message.content["model.0"]) for message in grid.sent[before:]}
+    assert len(records) == 2
+
+
+def changed(**arrays):
+    def fault(reply):
+        answer = dict(reply.content["answer"].items())
+        for name, array in arrays.items():
+            answer[name] = array
+        reply.content["answer"] = ArrayRecord(OrderedDict(answer))
+        return reply
+
+    return fault
+
+
+BAD = {
+    "another shape": changed(params=Array(np.zeros((1, 3)))),
+    "answered in another shape than the others": changed(more=Array(np.zeros((1, 3)))),
+    "garbage": changed(params=Array("float64", (1, 3), "numpy.ndarray", b"nothing")),
+    "of kind 'pickle'": changed(params=Array("float64", (1, 3), "pickle", b"nothing")),
+    "of a type that is not used": changed(params=Array(np.array([["a"]]))),
+    "bytes where": changed(params=Array(np.zeros((1, 3_000_000)))),
+    "instead of one row": changed(params=Array(np.zeros((2, 5)))),
+    "did not answer in": lambda reply: None,
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_an_answer_that_cannot_be_used_is_refused_by_name(reason, tmp_path):
+    setup = setup_for("fedavg")
+    engine, grid = engine_over(tmp_path, setup.task(), setup.federation, deadline=0.2)
+    grid.faults[104] = BAD[reason]
+    models, refs = engine.initial().unsqueeze(0), torch.zeros(9, dtype=torch.int64)
+    chunks = list(engine.call(train, engine.everyone(), models=models, refs=refs, rng=Rng.seed(0)))
+    answered = torch.cat([chunk.clients for chunk in chunks]).tolist()
+    assert answered == [0, 1, 2, 3, 5, 6, 7, 8]
+    [failure] = engine.failures
+    assert failure.client == setup.federation.names[4]
+    assert reason in failure.reason
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e30])
+def test_numbers_that_cannot_be_are_refused(value, tmp_path):
+    setup = setup_for("fedavg")
+    engine, grid = engine_over(tmp_path, setup.task(), setup.federation)
+    size = setup.task().layout.size
+    grid.faults[104] = changed(params=Array(np.full((1, size), value)))
+    models, refs = engine.initial().unsqueeze(0), torch.zeros(9, dtype=torch.int64)
+    list(engine.call(train, engine.everyone(), models=models, refs=refs, rng=Rng.seed(0)))
+    assert [failure.client for failure in engine.failures] == [setup.federation.names[4]]
+
+
+def test_a_step_that_raises_at_the_client_is_told_in_its_words(tmp_path):
+    setup = setup_for("fedavg")
+    engine, _ = engine_over(tmp_path, setup.task(), setup.federation)
+    models, refs = torch.zeros(1, 3, dtype=torch.float64), torch.zeros(9, dtype=torch.int64)
+    assert list(engine.call(train, engine.everyone(), models=models, refs=refs, rng=Rng.seed(0))) == []
+    assert len(engine.failures) == 9
+    assert "Error" in engine.failures[0].reason
+    assert any("no client could do train" in note for note in engine.notes)
+
+
+@pytest.mark.parametrize("name", algorithms())
+def test_clients_that_come_in_the_middle(name, tmp_path):
+    """To every method they are clients it has not met: it takes them in by its own rule."""
+    algorithm = find_algorithm(name)()
+    everyone = ragged_federation(reserve=reserved_for(algorithm))
+    setup = setup_of(algorithm, everyone)
+    task = setup.task()
+    few = everyone.select(range(7))
+    few = replace(few, reserved=everyone.reserved, reserved_view=everyone.reserved_view)
+    engine, grid = engine_over(tmp_path, task, few)
+    trainer = Trainer(algorithm, engine, few, Schedule(rounds=4))
+    trainer._start()
+    trainer._round(1)
+    (tmp_path / "all").mkdir()
+    app = world(tmp_path / "all", task, everyone)
+    for number in (7, 8):
+        grid.add(200 + number, app, **{"partition-id": number})
+    for number in (2, 3, 4):
+        trainer._round(number)
+    assert engine.names == everyone.names
+    assert engine.num_clients == 9
+    assert torch.equal(engine.keys, everyone.keys)
+    assert len(trainer.state.labels) == 9
+    assert not engine.failures
+    assert len(trainer.progress.scores[-1]["samples"]) == 9
+    assert (trainer.progress.scores[-1]["samples"] > 0).all()
+    if name in ("fesem", "ifca", "fedavg", "md_icfl"):
+        assert (trainer.state.labels >= 0).all()
+    history = trainer._score_history()
+    assert history["accuracy"].shape == (4, 9)
+
+
+def test_a_client_that_is_away_is_named_and_known_when_it_comes_back(tmp_path):
+    setup = setup_for("fedavg")
+    engine, grid = engine_over(tmp_path, setup.task(), setup.federation)
+    models, refs = engine.initial().unsqueeze(0), torch.zeros(9, dtype=torch.int64)
+    gone = grid.nodes.pop(103)
+    engine.link.roll_call()
+    list(engine.call(train, engine.everyone(), models=models, refs=refs, rng=Rng.seed(0)))
+    assert [(f.client, f.reason) for f in engine.failures] == [(engine.names[3], "is not connected")]
+    grid.nodes[555], grid.keys[555] = gone, b""  # under another number, as without keys
+    assert engine.welcome() == 0
+    list(engine.call(train, engine.everyone(), models=models, refs=refs, rng=Rng.seed(0)))
+    assert len(engine.failures) == 1
