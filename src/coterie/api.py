@@ -37,10 +37,11 @@ from coterie.local import SGD
 from coterie.models import Builder, build_model, import_object
 from coterie.network import LOSSES, Layout, Loss, flatten, state_dict
 from coterie.newcomers import Newcomers, like_the_run, meet, split_unseen
+from coterie.observers import Listener, Row, RunInfo, Several
 from coterie.randomness import Rng
 from coterie.runs import RunFolder
 from coterie.settings import check, values_of
-from coterie.train import Observer, Row, Schedule, Trainer, attack_of
+from coterie.train import Schedule, Trainer, attack_of
 
 
 class Result:
@@ -189,7 +190,7 @@ def run(
     checkpoint_every: float = 30.0,
     out: str | Path | None = None,
     name: str | None = None,
-    observer: Observer | None = None,
+    observer: Listener | None = None,
 ) -> Result:
     """Train and give back the result.
 
@@ -345,7 +346,7 @@ def find_loss(loss: str | Loss) -> Loss:
 def execute(
     setup: Setup,
     folder: RunFolder | None = None,
-    observer: Observer | None = None,
+    observer: Listener | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Result:
     """Run to the end, from the beginning or from the folder's last whole checkpoint."""
@@ -362,7 +363,7 @@ def execute(
 
 
 def _train(
-    setup: Setup, folder: RunFolder | None, observer: Observer | None, should_stop: Callable[[], bool]
+    setup: Setup, folder: RunFolder | None, observer: Listener | None, should_stop: Callable[[], bool]
 ) -> Result:
     check(setup.work)
     digest = setup.federation.digest()
@@ -380,7 +381,8 @@ def _train(
     engine = make_engine(setup.engine, setup.task(), federation, setup.device, chosen | setup.engine_settings)
     if chosen and before is not None:
         engine.remember(before["plan"])
-    trainer = Trainer(setup.algorithm, engine, federation, setup.schedule, folder, observer, should_stop)
+    told = Several([observer])
+    trainer = Trainer(setup.algorithm, engine, federation, setup.schedule, folder, told, should_stop)
     if folder is not None:
         choice = folder.read_json("artifacts/choose-k.json")
         if choice is not None:
@@ -395,6 +397,28 @@ def _train(
             trainer.restore(checkpoint)
         else:
             folder.cut_rows(0)
+    told.begin(
+        RunInfo(
+            name=setup.default_name if folder is None else folder.path.name,
+            settings=setup.tables() if folder is None else folder.config(),
+            path=None if folder is None else folder.path,
+            done=trainer.progress.round,
+        )
+    )
+    try:
+        result = _result_of(setup, trainer, folder, held_out, digest)
+    except BaseException:
+        told.end(None)
+        raise
+    told.end(result.summary)
+    return result
+
+
+def _result_of(
+    setup: Setup, trainer: Trainer, folder: RunFolder | None, held_out: Federation | None, digest: str
+) -> Result:
+    """Train to the end, meet those who were held out, and write the result."""
+    engine = trainer.engine
     trainer.run()
     result = Result(trainer, {}, held_out)
     began = time.perf_counter()

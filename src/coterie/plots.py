@@ -8,7 +8,7 @@ colour-blind people can tell apart (Wong, "Points of view: Color blindness", Nat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from coterie.errors import DataError, MissingExtra
 from coterie.federation import Federation, Split
+from coterie.pictures import black_and_white, is_picture, picture, spread_evenly
 from coterie.transforms import View
 
 if TYPE_CHECKING:
@@ -301,8 +302,7 @@ def _band(left: float, width: float, bottom: float, height: float, fill: str, ax
 
 def is_pictures(federation: Federation) -> bool:
     """Whether a sample can be shown as a picture: [1 or 3, H, W]."""
-    shape = federation.input_shape
-    return len(shape) == 3 and shape[0] in (1, 3) and min(shape[1:]) > 1
+    return is_picture(federation.input_shape)
 
 
 def group_samples(federation: Federation, *, dark: bool = False) -> Figure:
@@ -315,13 +315,13 @@ def group_samples(federation: Federation, *, dark: bool = False) -> Figure:
         raise DataError(f"Samples of {federation.name} are {federation.input_shape}: only pictures can be shown.")
     theme = DARK if dark else LIGHT
     rows = _picture_rows(federation)
-    classes = _spread(max(1, federation.num_classes), _MOST_COLUMNS)
+    classes = spread_evenly(max(1, federation.num_classes), _MOST_COLUMNS)
     each = max(1, min(5, 10 // len(classes)))
     tiles: dict[tuple[int, int], NDArray[np.float64]] = {}  # (row, column) -> [H, W, 3]
     for row, (_, members) in enumerate(rows):
         for column, tile in _row_of_pictures(federation, members, classes, each).items():
             tiles[row, column] = tile
-    low, high = _range(federation, tiles.values())
+    low, high = black_and_white(federation, tiles.values())
     tiles = {cell: np.clip((tile - low) / (high - low), 0, 1) for cell, tile in tiles.items()}
 
     size = float(np.clip(9.0 / (each * len(classes)), 0.45, 0.75))  # inches of a picture
@@ -360,9 +360,9 @@ def group_samples(federation: Federation, *, dark: bool = False) -> Figure:
 def _picture_rows(federation: Federation) -> list[tuple[str, NDArray[np.int64]]]:
     """What each row is called, and the clients its pictures come from."""
     if federation.groups is None:
-        return [(federation.names[i], np.array([i])) for i in _spread(len(federation), 6)]
+        return [(federation.names[i], np.array([i])) for i in spread_evenly(len(federation), 6)]
     names, groups = group_names(federation), federation.groups.numpy()
-    some = [sorted(names)[i] for i in _spread(len(names), _MOST_ROWS)]
+    some = [sorted(names)[i] for i in spread_evenly(len(names), _MOST_ROWS)]
     return [(names[group], np.flatnonzero(groups == group)) for group in some]
 
 
@@ -375,7 +375,7 @@ def _row_of_pictures(
     federation: Federation, members: NDArray[np.int64], classes: Sequence[int], each: int
 ) -> dict[int, NDArray[np.float64]]:
     """Pictures of one row by column; classes that nobody there holds are left out."""
-    members = members[_spread(len(members), _MOST_MEMBERS)]
+    members = members[spread_evenly(len(members), _MOST_MEMBERS)]
     split, views = federation.train, federation.view_of(torch.from_numpy(members)).numpy()
     rows, owner = _rows_of(split, split.shard.numpy()[members])
     labels = np.zeros(len(rows), dtype=np.int64)
@@ -390,26 +390,8 @@ def _row_of_pictures(
         picked = order[labels[order] == label][:each]
         for number, position in enumerate(picked.tolist()):
             client = int(members[owner[position]])
-            found[column * each + number] = _picture(federation, client, rows[position : position + 1])
+            found[column * each + number] = picture(federation, client, rows[position : position + 1])
     return found
-
-
-def _picture(federation: Federation, client: int, row: Tensor) -> NDArray[np.float64]:
-    """One sample as this client sees it, back on the scale of the data: [H, W, 3]."""
-    everyone = torch.zeros(len(federation), dtype=torch.int64)
-    alone = replace(federation, train=Split(row, torch.tensor([0, 1]), everyone))
-    x = alone.samples(client)[0][0] * federation.std + federation.mean  # [C, H, W]
-    return np.moveaxis(x.expand(3, *x.shape[1:]).double().numpy(), 0, -1)
-
-
-def _range(federation: Federation, tiles: Any) -> tuple[float, float]:
-    """What is black and what is white."""
-    if federation.x.dtype == torch.uint8:
-        top = float(federation.x.max())
-        return 0.0, 255.0 if top > 127 else max(top, 1.0)  # digits go from 0 to 16
-    values = np.stack(list(tiles)) if tiles else np.zeros(1)
-    low, high = float(values.min()), float(values.max())
-    return low, high if high > low else low + 1.0
 
 
 def _mosaic(
@@ -483,7 +465,7 @@ def k_curves(choice: Choice, *, dark: bool = False) -> Figure:
         )
         panel.set_title(title, fontsize=9, color=theme.ink)
         panel.set_xlabel("K", color=theme.ink)
-        panel.set_xticks([numbers[i] for i in _spread(len(numbers), 10)])
+        panel.set_xticks([numbers[i] for i in spread_evenly(len(numbers), 10)])
         panel.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
         panel.grid(color=theme.faint, linewidth=0.4)
         panel.set_axisbelow(True)
@@ -530,15 +512,6 @@ def _ink_legend(legend: Any, theme: Theme) -> None:
 def _title(figure: Figure, text: str, theme: Theme) -> None:
     height = figure.get_size_inches()[1]
     figure.text(0.12 / figure.get_size_inches()[0], 1 - 0.12 / height, text, va="top", color=theme.ink, fontsize=10)
-
-
-def _spread(total: int, most: int) -> list[int]:
-    """All of range(total), or `most` of them, evenly.
-
-    >>> _spread(3, 5), _spread(10, 4)
-    ([0, 1, 2], [0, 3, 6, 9])
-    """
-    return list(range(total)) if total <= most else [round(i * (total - 1) / (most - 1)) for i in range(most)]
 
 
 def _ticks(total: int, most: int) -> list[int]:

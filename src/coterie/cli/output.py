@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from coterie.train import Row
+from coterie.observers import Row
 
 _SHOWN_SIZES = 8
 _WIDTH = 140  # of tables where there is no terminal
