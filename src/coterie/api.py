@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -131,6 +132,28 @@ class Result:
     def assign(self, new_clients: Federation) -> Tensor:
         """The cluster of each client of another federation, found by this run's own rule; int64 [n]."""
         return self.onboard(new_clients).labels
+
+    def record(self) -> dict[str, Any]:
+        """What a run folder holds for reports, from memory: `coterie.plots` and notebooks draw from it."""
+        trainer, schedule = self._trainer, self._trainer.schedule
+        head = {key: self.summary[key] for key in ("algorithm", "dataset", "model", "engine", "device")}
+        newcomers = self.unseen
+        return {
+            "name": f"{head['dataset']}-{head['algorithm']}-s{schedule.seed}",
+            "config": {
+                "run": head | values_of(schedule) | {"from_python": True},
+                "algorithm": values_of(trainer.algorithm),
+                "work": values_of(trainer.engine.task.work),
+            },
+            "rows": self.rows,
+            "labels": np.stack(trainer.progress.labels),
+            "clients": trainer.client_arrays(),
+            "manifest": trainer.federation.manifest(),
+            **trainer.exhibits(),
+            "method": trainer.method_exhibits(),
+            "failures": [vars(failure) for failure in trainer.engine.failures],
+            "unseen": [] if newcomers is None else newcomers.rows(),
+        }
 
     def frame(self, of: str = "rounds") -> Any:
         """A pandas table of the rounds, or (`of="clients"`) of the clients."""
