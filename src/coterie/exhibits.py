@@ -26,7 +26,7 @@ from coterie.randomness import Rng
 Arrays = dict[str, NDArray[Any]]
 
 WIDTH = 128  # of a sketch: distances are right within about a tenth, which is enough for a map
-MOST_CLUSTERS, MOST_MEMBERS, MOST_PICTURES = 12, 4, 8  # whose pictures are kept
+MOST_CLUSTERS, MOST_MEMBERS, MOST_PICTURES = 12, 4, 10  # whose pictures are kept
 
 
 class Sketches:

@@ -387,10 +387,10 @@ def _strip(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _grid(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Pictures [rows, columns, H, W, C] as one, with gaps of mid grey."""
+    """Pictures [rows, columns, H, W, C] as one, with light gaps."""
     rows, columns, high, wide, channels = pictures.shape
     gap = max(1, round(wide / 14))
-    canvas = np.full((rows * (high + gap) - gap, columns * (wide + gap) - gap, channels), 128, dtype=np.uint8)
+    canvas = np.full((rows * (high + gap) - gap, columns * (wide + gap) - gap, channels), 200, dtype=np.uint8)
     for r in range(rows):
         for c in range(columns):
             top, left = r * (high + gap), c * (wide + gap)

@@ -101,7 +101,7 @@ const Charts = (() => {
   function frame(host, title, height, margin) {
     const width = Math.max(240, Math.floor(host.clientWidth) || 600);
     const m = Object.assign({ left: 46, right: 12, top: 10, bottom: 34 }, margin);
-    const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": title, tabindex: 0 }, host);
+    const svg = draw("svg", { class: "plot", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": title, tabindex: 0 }, host);
     return { svg, width, height, x0: m.left, x1: width - m.right, y0: height - m.bottom, y1: m.top };
   }
 
@@ -118,7 +118,8 @@ const Charts = (() => {
 
   function xAxis(f, low, high, format, label) {
     const place = (v) => f.x0 + ((v - low) / (high - low || 1)) * (f.x1 - f.x0);
-    for (const v of ticks(low, high, f.width < 420 ? 4 : 8)) {
+    const whole = label === "round"; // there is no round 1.5
+    for (const v of ticks(low, high, f.width < 420 ? 4 : 8).filter((v) => !whole || Number.isInteger(+v.toFixed(6)))) {
       draw("line", { class: "axis", x1: place(v), x2: place(v), y1: f.y0, y2: f.y0 + 4 }, f.svg);
       draw("text", { x: place(v), y: f.y0 + 16, "text-anchor": "middle", text: format(v) }, f.svg);
     }
@@ -346,7 +347,7 @@ const Charts = (() => {
     const cellW = Math.min(spec.most || 60, (width - left - 10) / columns);
     const cellH = spec.square ? cellW : spec.cellHeight || 18;
     const height = top + rows * cellH + bottom;
-    const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": spec.title, tabindex: 0 }, host);
+    const svg = draw("svg", { class: "plot", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": spec.title, tabindex: 0 }, host);
     const steps = 8, paths = Array.from({ length: steps }, () => []);
     const high = spec.top || Math.max(1e-9, ...spec.values.map((row) => Math.max(...row.map((v) => v || 0))));
     const pad = cellW > 8 ? 0.5 : 0;

@@ -91,11 +91,12 @@ const Report = (() => {
       home.append(head, cards, end);
     }
     const left = run.state === "running" && known(run.left) ? `, about ${duration(run.left)} left` : "";
-    head.replaceChildren(
-      el("h2", {}, run.title, " ", el("span", { class: `badge ${run.state}` }, run.state)),
-      el("p", { class: "dim" }, `${run.name}: round ${run.done} of ${run.planned}${left}`),
+    head.replaceChildren(...[
+      data.runs.length > 1 ? el("h2", {}, run.title) : null,
+      el("p", { class: "dim" }, el("span", { class: `badge ${run.state}` }, run.state), ` ${run.name}: round ${run.done} of ${run.planned}${left}`),
       ...run.problems.map((text) => el("div", { class: "note" }, text)),
-      el("div", { class: "tiles" }, run.headline.map(([name, value, meaning]) => el("div", { class: "tile" }, el("span", {}, name), el("b", {}, value), el("span", {}, meaning)))));
+      el("div", { class: "tiles" }, run.headline.map(([name, value, meaning]) => el("div", { class: "tile" }, el("span", {}, name), el("b", {}, value), el("span", {}, meaning)))),
+    ].filter(Boolean));
     curves(cards, run);
     clusters(cards, run);
     clients(cards, run);
@@ -121,7 +122,7 @@ const Report = (() => {
         bands: five ? [[five[0], five[4], 0.14], [five[1], five[3], 0.2]] : null }, ...extra];
       panel(home, id, title, text + (five ? " Bands: the middle half and the middle eight tenths of the clients." : ""),
         (host) => lines(host, { title, x, xMax, series: series.filter((s) => s.values), format, xLabel: "round",
-          axisFormat: format === percent ? (v) => `${+(100 * v).toFixed(1)} %` : short, events: name === "accuracy" ? events : [], floor: 0, ceiling: format === percent ? 1 : undefined }),
+          axisFormat: format === percent ? (v) => `${+(100 * v).toFixed(2)} %` : short, events: name === "accuracy" ? events : [], floor: 0, ceiling: format === percent ? 1 : undefined }),
         { table: () => table({ columns: ["round", "mean", "weighted by samples", ...(five ? ["tenth", "quarter", "median", "three quarters", "nine tenths"] : [])].map((n) => ({ name: n, number: true, show: n === "round" ? undefined : format })),
           rows: x.map((r, i) => [r, run.curves[name][i], (run.curves[`${name}_micro`] || [])[i], ...(five ? five.map((q) => q[i]) : [])]) }) });
     };
@@ -149,6 +150,13 @@ const Report = (() => {
         (host) => lines(host, { title, x, xMax, series, xLabel: "round", format: (v) => v.toFixed(3), axisFormat: short, range: [Math.min(0, ...series.flatMap((s) => s.values.filter(known))), 1.02] }),
         { table: () => plain(["round", ...series.map((s) => s.name)], x.map((r, i) => [r, ...series.map((s) => s.values[i])])) });
     }
+    if (run.confusion) {
+      const { clusters: rows, counts } = run.confusion;
+      panel(home, "confusion", "Clusters and true groups", "Clients of each true group in each cluster. A good clustering has one filled cell in every row.",
+        (host) => grid(host, { title: "Confusion of clusters and true groups", values: counts, rows: rows.map(clusterName), columns: run.groups, left: 66, most: 90, cellHeight: 26, numbers: (v) => String(v), xLabel: "true group",
+          told: (r, c, v) => [`${clusterName(rows[r])}, ${run.groups[c]}`, `${v} clients`] }),
+        { table: () => plain(["cluster", ...run.groups], counts.map((row, i) => [clusterName(rows[i]), ...row])) });
+    }
     if (run.flow) {
       const moved = run.flow.moves ? `${run.flow.moves.toLocaleString("en")} moves in all.` : "Nobody moved.";
       panel(home, "flow", "Who moved where", `Bars are clusters, bands are clients between rounds; columns stand where most moved. ${moved}`,
@@ -158,13 +166,6 @@ const Report = (() => {
     if (run.map && run.clients) {
       map(home, run, "map-cluster", "Map of the clients' models, by cluster", run.clients.cluster, clusterName);
       if (run.clients.group) map(home, run, "map-group", "The same map, by true group", run.clients.group, (g) => run.groups[g] || `group ${g}`);
-    }
-    if (run.confusion) {
-      const { clusters: rows, counts } = run.confusion;
-      panel(home, "confusion", "Clusters and true groups", "Clients of each true group in each cluster. A good clustering has one filled cell in every row.",
-        (host) => grid(host, { title: "Confusion of clusters and true groups", values: counts, rows: rows.map(clusterName), columns: run.groups, left: 66, most: 90, cellHeight: 26, numbers: (v) => String(v), xLabel: "true group",
-          told: (r, c, v) => [`${clusterName(rows[r])}, ${run.groups[c]}`, `${v} clients`] }),
-        { table: () => plain(["cluster", ...run.groups], counts.map((row, i) => [clusterName(rows[i]), ...row])) });
     }
   }
 
@@ -217,7 +218,7 @@ const Report = (() => {
         if (!isLoss) { bounds[0] = Math.max(0, bounds[0]); bounds[1] = Math.min(1.005, bounds[1]); }
         points(host, { title, x: order.map((_, i) => i), y: values, colours: order.map(lot), margin: { left: 52, right: 10, top: 10, bottom: 24 }, height: 260, told: (i) => facts(run, order[i]),
           axes: (f) => {
-            const py = Charts.yAxis(f, bounds[0], bounds[1], isLoss ? short : (v) => `${+(100 * v).toFixed(1)} %`, null);
+            const py = Charts.yAxis(f, bounds[0], bounds[1], isLoss ? short : (v) => `${+(100 * v).toFixed(2)} %`, null);
             const px = (v) => f.x0 + ((v + 0.5) / Math.max(1, order.length)) * (f.x1 - f.x0);
             let start = 0;
             while (start < order.length) {
@@ -286,7 +287,7 @@ const Report = (() => {
     if (has(run, score) && has(run, "down") && sent(run).some((v) => v > 0)) {
       const format = score === "accuracy" ? percent : short, title = score === "accuracy" ? "Accuracy against bytes" : "Loss against bytes";
       panel(home, "against-bytes", title, "What had been sent, both ways and with the start, when a score was reached.",
-        (host) => lines(host, { title, x: sent(run), series: [{ name: score, colour: 0, values: run.curves[score], width: 2.2 }], xLabel: "bytes sent", xName: "sent", xFormat: bytes, format, xMin: 0, axisFormat: score === "accuracy" ? (v) => `${+(100 * v).toFixed(1)} %` : short }),
+        (host) => lines(host, { title, x: sent(run), series: [{ name: score, colour: 0, values: run.curves[score], width: 2.2 }], xLabel: "bytes sent", xName: "sent", xFormat: bytes, format, xMin: 0, axisFormat: score === "accuracy" ? (v) => `${+(100 * v).toFixed(2)} %` : short }),
         { table: () => table({ columns: [{ name: "round", number: true }, { name: "sent", number: true, show: bytes }, { name: score, number: true, show: format }], rows: x.map((r, i) => [r, sent(run)[i], run.curves[score][i]]) }) });
     }
     if (has(run, "train_seconds")) {
@@ -378,7 +379,7 @@ const Report = (() => {
       item.controls.replaceChildren(select, against, each);
       const isBytes = choices.against === "bytes", isTime = choices.against === "seconds";
       lines(host, { title: `${name} of ${data.runs.length} runs`, x: [], height: 320, series: overlay(choices.metric), format, nearest: true, floor: choices.metric === "ari" ? undefined : 0, ceiling: format === percent ? 1 : undefined,
-        axisFormat: format === percent ? (v) => `${+(100 * v).toFixed(1)} %` : short, xLabel: isBytes ? "bytes sent" : isTime ? "seconds of rounds" : "round", xFormat: isBytes ? bytes : short, xMin: isBytes || isTime ? 0 : undefined });
+        axisFormat: format === percent ? (v) => `${+(100 * v).toFixed(2)} %` : short, xLabel: isBytes ? "bytes sent" : isTime ? "seconds of rounds" : "round", xFormat: isBytes ? bytes : short, xMin: isBytes || isTime ? 0 : undefined });
     }, { wide: true });
     panel(cards, "table", "Table", "", (host) => { host.replaceChildren(paper()); }, { wide: true });
   }
