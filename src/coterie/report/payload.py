@@ -312,7 +312,7 @@ def _pseudo(run: RunData) -> Payload | None:
     strips = None
     if pseudo is not None:  # a row for each picture of a class, a column for each class
         classes = spread_evenly(pseudo.shape[1], 20)
-        strips = [png_uri(_grid(np.moveaxis(pseudo[k][classes], 1, 0))) for k in keep]
+        strips = [png_uri(mosaic_of(np.moveaxis(pseudo[k][classes], 1, 0))) for k in keep]
     witness = run.method.get("witness")
     return {
         "clusters": keep,
@@ -383,10 +383,10 @@ def _list(value: Any) -> list[Any]:
 
 def _strip(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Pictures [n, H, W, C] side by side with gaps."""
-    return _grid(pictures[None])
+    return mosaic_of(pictures[None])
 
 
-def _grid(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def mosaic_of(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Pictures [rows, columns, H, W, C] as one, with light gaps."""
     rows, columns, high, wide, channels = pictures.shape
     gap = max(1, round(wide / 14))

@@ -333,7 +333,7 @@ const Report = (() => {
     }, { wide: true });
     if (K > 1) {
       const share = p.told.map((row) => row.map((m) => m.reduce((sum, line, k) => sum + line[k], 0) / L));
-      panel(home, "pseudo-cross", "Whose samples a center understands", "How surely a center (column) calls the pseudo samples of another (row) what they were meant to be. A bright diagonal: the centers speak differently.",
+      panel(home, "pseudo-cross", "Whose samples a center understands", "How surely a center (column) calls the pseudo samples of another (row) what they were meant to be. A strong diagonal: the centers speak differently.",
         (host) => grid(host, { title: "How well centers understand each other's pseudo samples", values: share, rows: p.clusters.map(clusterName), columns: p.clusters.map((k) => `center ${k}`), left: 66, most: 80, cellHeight: 28, top: 1, numbers: (v) => v.toFixed(2), xLabel: "judged by",
           told: (r, c, v) => [`samples of ${clusterName(p.clusters[r])}`, `judged by center ${p.clusters[c]}: ${percent(v)}`] }));
     }
