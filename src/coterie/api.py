@@ -162,17 +162,33 @@ class Result:
         except ImportError as error:
             raise MissingExtra("Result.frame()", "report") from error
         if of == "rounds":
-            return pandas.json_normalize(self.rows)
+            return pandas.json_normalize([_columns_of(row) for row in self.rows])
         if of == "clients":
             arrays = self._trainer.client_arrays()
             last = {k: v[-1] if v.ndim == 2 else v for k, v in arrays.items() if k != "round"}
             return pandas.DataFrame(last | {"cluster": self.labels.numpy()})
         raise ConfigError(f"frame(of=...) takes 'rounds' or 'clients'. Got {of!r} instead.")
 
+    def _repr_html_(self) -> str:
+        """The headline numbers and the curve, for notebooks."""
+        from coterie.report.data import of_result
+        from coterie.report.notebook import run_html
+
+        return run_html(of_result(self))
+
     def __repr__(self) -> str:
         accuracy = self.summary["accuracy"]
         score = f"accuracy {accuracy['macro']:.4f}" if accuracy else "no classes"
         return f"<Result of {self.summary['algorithm']} on {self.summary['dataset']}: {score}>"
+
+
+def _columns_of(row: Row) -> Row:
+    """A row of a round for a table: the spread over clients as columns of their own."""
+    names = ("tenth", "quarter", "median", "three_quarters", "nine_tenths")
+    found = {key: value for key, value in row.items() if key != "spread"}
+    for score, five in row.get("spread", {}).items():
+        found[score] = {**(found.get(score) or {}), **dict(zip(names, five, strict=True))}
+    return found
 
 
 def personal_vector(trainer: Trainer, client: int) -> Tensor:

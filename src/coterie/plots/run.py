@@ -276,7 +276,7 @@ def model_map(
         found = neighbours(data.sketches[who])
         if found is None:
             raise DataError(f"{data.name} has too few clients for t-SNE.")
-        points, axis_names = found, ["t-SNE 1", "t-SNE 2"]
+        points, axis_names = found, ["t-SNE 1 (only neighbourhoods mean something)", "t-SNE 2"]
     names = data.group_names()
     figure, axes = _frame(
         f"{data.title}: models of the clients, by {'cluster' if by == 'cluster' else 'true group'}",

@@ -195,8 +195,8 @@ def as_run(source: Any) -> RunData:
     raise RunError(f"A run is a path to its folder or a Result. Got {type(source).__name__} instead.")
 
 
-def read_run(path: Path, within: Path | None = None) -> RunData:
-    """Read a run folder; `within`: refuse links that lead out of that folder."""
+def read_run(path: Path, within: Path | None = None, *, whole: bool = True) -> RunData:
+    """Read a run folder. `within`: refuse links that lead out of it; not `whole`: leave what is for pictures."""
     files = _Files(path, within)
     config = _read_config(files)
     rows = _read_rows(files)
@@ -213,7 +213,7 @@ def read_run(path: Path, within: Path | None = None) -> RunData:
     def optional(name: str, read: Any) -> Any:
         """What only pictures need: missing or damaged, the rest is shown."""
         try:
-            return read(name)
+            return read(name) if whole else None
         except RunError as error:
             problems.append(str(error))
             return None

@@ -58,7 +58,7 @@ def _tsne(content: bytes, shape: tuple[int, int]) -> Floats:
 
     rows = np.frombuffer(content, dtype=np.float32).reshape(shape)
     scale = float(np.abs(rows - rows.mean(0)).max()) or 1.0
-    perplexity = min(30.0, (len(rows) - 1) / 3)
+    perplexity = float(np.clip(len(rows) / 6, 1.0, 30.0))  # small crowds have small neighbourhoods
     # A first position with no spread at all (all models the same) would be divided by zero.
     spread = float((rows - rows.mean(0)).std())
     start: Any = "pca" if spread > 1e-6 * scale and spread > 0 else "random"

@@ -51,7 +51,7 @@ def run_payload(run: RunData, *, tsne: bool = True) -> Payload:
         "planned": run.planned,
         "done": run.done,
         "left": _rounded(run.seconds_left, 1),
-        "headline": _headline(run),
+        "headline": run_headline(run),
         "curves": {
             "round": run.rounds[rounds].tolist(),
             **{name: _numbers(values[rounds]) for name, values in run.curves.items() if np.isfinite(values).any()},
@@ -141,7 +141,7 @@ def repeat_command(run: RunData) -> str:
 # ---- parts ----
 
 
-def _headline(run: RunData) -> list[list[Any]]:
+def run_headline(run: RunData) -> list[list[Any]]:
     """Name, value, what it means."""
     summary = run.summary or {}
     found: list[list[Any]] = []

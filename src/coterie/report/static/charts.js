@@ -421,7 +421,7 @@ const Charts = (() => {
 
   // columns: {name, number?, show?(value, row)}; cells are plain values; sortable by their heads.
   function table(spec) {
-    const state = { by: spec.by === undefined ? null : spec.by, down: Boolean(spec.down) };
+    const state = spec.state || { by: spec.by === undefined ? null : spec.by, down: Boolean(spec.down) };
     const body = el("tbody");
     const heads = spec.columns.map((column, c) => el("th", { class: column.number ? "number" : null, scope: "col" },
       el("button", { type: "button", title: "sort", onclick: () => {
