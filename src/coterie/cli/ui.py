@@ -102,6 +102,7 @@ def listen(host: str, port: int) -> socket.socket:
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         opened.bind(found[4])
+        opened.listen(128)  # from here on nobody is turned away
     except OSError as error:
         opened.close()
         raise ConfigError(f"Port {port} of {host} cannot be had: {error.strerror}; choose another --port.") from error

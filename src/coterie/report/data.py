@@ -313,10 +313,11 @@ class _Files:
             return None
         except (OSError, RuntimeError, ValueError) as error:
             raise RunError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(handle)
+            raise RunError(f"{path} is not a plain file.")
         with os.fdopen(handle, "rb") as file:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
-                raise RunError(f"{path} is not a plain file.")
             if found.st_size > MOST_BYTES:
                 raise RunError(f"{path} has {found.st_size >> 20} MB; more than {MOST_BYTES >> 20} MB are not read.")
             return file.read(MOST_BYTES)

@@ -7,6 +7,7 @@ text, never as markup; and the page's own policy lets no script run but the two 
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import json
@@ -88,6 +89,7 @@ def write_report(
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
     return path

@@ -78,7 +78,7 @@ def create_app(root: Path, token: str | None = None) -> Starlette:
         text = (files("coterie.ui") / "static" / name).read_text(encoding="utf-8") if name == "ui.js" else static(name)
         return Response(text, media_type=_KINDS[name])
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", front),
             Route("/run/{name:path}", run_page),
@@ -91,6 +91,8 @@ def create_app(root: Path, token: str | None = None) -> Starlette:
         ],
         middleware=[Middleware(Guard, token=token)],
     )
+    app.router.redirect_slashes = False  # an address is right or it is not; nobody is sent on by what they asked for
+    return app
 
 
 def _answer(request: Request, make: Callable[[], tuple[str, bytes]]) -> Response:
