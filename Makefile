@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow test-gpu bench bench-check check format clean
+.PHONY: help setup demo test test-slow test-browser test-gpu bench bench-check check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -27,6 +27,15 @@ test: $(READY)  ## run the tests
 
 test-slow: $(READY)  ## run the slow tests too
 	$(BIN)/python -m pytest -q -m 'slow'
+
+test-browser: $(READY)  ## drive the pages in a real browser (installs Debian's chromium where it can)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,browser]'
+	@if ! command -v chromium >/dev/null || ! command -v chromedriver >/dev/null; then \
+		{ apt-get update -qq && apt-get install -y -qq chromium chromium-driver >/dev/null; } \
+		|| echo "chromium could not be installed: the tests will say so and be skipped"; \
+	fi
+	$(BIN)/python -m pytest -q -rs -m browser tests/browser
+	@ls build/screenshots/*.png 2>/dev/null | sed 's/^/kept: /' || true
 
 test-gpu: $(READY)  ## run the tests that need a GPU (skipped without one)
 	$(BIN)/python -m pytest -q -m 'gpu'
