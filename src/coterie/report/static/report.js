@@ -220,13 +220,18 @@ const Report = (() => {
           axes: (f) => {
             const py = Charts.yAxis(f, bounds[0], bounds[1], isLoss ? short : (v) => `${+(100 * v).toFixed(2)} %`, null);
             const px = (v) => f.x0 + ((v + 0.5) / Math.max(1, order.length)) * (f.x1 - f.x0);
+            // Names where all have room, else numbers.
+            const sizes = new Map();
+            for (const i of order) sizes.set(lot(i), (sizes.get(lot(i)) || 0) + 1);
+            const short_ = Math.min(...sizes.values()) * (px(1) - px(0)) < 58;
             let start = 0;
             while (start < order.length) {
               let stop = start;
               while (stop < order.length && lot(order[stop]) === lot(order[start])) stop++;
               const mean = values.slice(start, stop).reduce((a, b) => a + b, 0) / (stop - start);
               Charts.draw("line", { class: "mark", x1: px(start - 0.4), x2: px(stop - 0.6), y1: py(mean), y2: py(mean), stroke: colour(lot(order[start])), "stroke-width": 1.5, "stroke-dasharray": "4 3" }, f.svg);
-              if (!alone && px(stop) - px(start) > 58) Charts.draw("text", { x: (px(start - 0.5) + px(stop - 0.5)) / 2, y: f.height - 6, "text-anchor": "middle", text: clusterName(lot(order[start])) }, f.svg);
+              const room = px(stop) - px(start);
+              if (!alone && room > 16) Charts.draw("text", { x: (px(start - 0.5) + px(stop - 0.5)) / 2, y: f.height - 6, "text-anchor": "middle", text: short_ ? (lot(order[start]) < 0 ? "–" : lot(order[start])) : clusterName(lot(order[start])) }, f.svg);
               start = stop;
             }
             return [px, py];
@@ -237,8 +242,8 @@ const Report = (() => {
       const f = run.fairness;
       panel(home, "fairness", "Who is left behind", "The five clients with the least accuracy, and how even the accuracies are.", (host) => {
         host.replaceChildren(
-          table({ columns: [{ name: "client", wide: true }, { name: "cluster" }, ...(c.group ? [{ name: "true group" }] : []), { name: "accuracy", number: true, show: percent }, { name: "samples", number: true }],
-            rows: f.worst.map((i) => [c.name[i], c.cluster ? clusterName(c.cluster[i]) : "–", ...(c.group ? [run.groups[c.group[i]]] : []), c.accuracy[i], c.samples ? c.samples[i] : null]) }),
+          table({ columns: [{ name: "client", wide: true }, { name: "accuracy", number: true, show: percent }, { name: "cluster", number: true }, ...(c.group ? [{ name: "true group" }] : []), { name: "samples", number: true }],
+            rows: f.worst.map((i) => [c.name[i], c.accuracy[i], c.cluster ? (c.cluster[i] < 0 ? "not met" : c.cluster[i]) : null, ...(c.group ? [run.groups[c.group[i]]] : []), c.samples ? c.samples[i] : null]) }),
           el("p", { class: "dim" }, `Mean ${percent(f.mean)}, standard deviation ${percent(f.deviation)}; mean of the 5 worst ${percent(f.bottom5)}, of the worst tenth ${percent(f.worst_decile)}; Jain's index ${f.jain.toFixed(4)} (1: all alike).`));
       });
     }
