@@ -18,7 +18,10 @@ from coterie.runs import RunFolder
 from coterie.tracking import Careful, scalars, trackers
 from coterie.train import Schedule
 
+from .cli.conftest import TINY, Command, command
 from .helpers import setup_of
+
+__all__ = ["command"]  # the fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages that are written to
 
@@ -175,3 +178,19 @@ def test_an_observer_that_never_began_can_end():
     for tracker in trackers(["tensorboard", "mlflow"]):
         tracker.end(None)
     Observer().begin(RunInfo("x"))
+
+
+def test_the_command_line_tracks_runs_comparisons_and_sweeps(command: Command, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    assert command("run", *TINY, "--name", "a", "--quiet", "--track", "tensorboard", "--track", "mlflow").code == 0
+    assert set(events(RunFolder.open(Path("runs/a")))["accuracy/macro"]) == {1, 2}
+    assert Path("runs/mlruns").is_dir()
+    done = command("compare", "-a", "fedavg", *TINY, "--name", "c", "--quiet", "--track", "tensorboard")
+    assert done.code == 0
+    assert list(Path("runs/c/fedavg-s0/tensorboard").glob("events.*"))
+    swept = command("sweep", "-g", "work.lr=0.1", *TINY, "--name", "s", "--quiet", "--track", "tensorboard")
+    assert swept.code == 0
+    assert len(list(Path("runs/s").glob("*/tensorboard/events.*"))) == 1
+    for verb in (("run",), ("compare",), ("sweep", "-g", "work.lr=0.1"), ("resume", "runs/a")):
+        assert "There is no tracker 'wandb'" in command(*verb, "--track", "wandb").error

@@ -583,6 +583,14 @@ def test_show_on_a_run_that_is_not_finished(command: Command, stopped: Path):
     assert (found["finished"], found["rounds_done"], found["last"]["round"]) == (False, 3, 3)
 
 
+def test_show_on_a_run_that_is_going_on(command: Command, stopped: Path):
+    with RunFolder.open(stopped).held():
+        assert re.fullmatch(r"It is running, about 0:\d\d left\.", command("show", stopped).out.splitlines()[-1])
+        found = command("show", stopped, "--json").json
+    assert found["state"] == "running"
+    assert found["seconds_left"] >= 0
+
+
 def test_show_before_the_first_round(command: Command, stopped: Path):
     (stopped / "rounds.jsonl").unlink()
     assert "round 0 of 5" in command("show", stopped).out
