@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow test-browser test-gpu bench bench-check check format clean
+.PHONY: help setup demo pictures test test-slow test-browser test-gpu bench bench-check check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -19,8 +19,17 @@ $(READY): pyproject.toml constraints.txt
 
 setup: $(READY)  ## create .venv and install
 
+DEMO := -a local -a fedavg -a ifca -a fesem --dataset rotated-digits --clusters 4 --rounds 20 --seeds 3
+
 demo: $(READY)  ## compare four methods on embedded data (under a minute), print the table
-	$(BIN)/coterie compare -a local -a fedavg -a ifca -a fesem --dataset rotated-digits --clusters 4 --rounds 20 --seeds 3
+	$(BIN)/coterie compare $(DEMO)
+
+pictures: $(READY)  ## draw the README's pictures anew, from the demo (docs/pictures)
+	rm -rf build/demo
+	$(BIN)/coterie compare $(DEMO) --out build/demo --name runs
+	$(BIN)/coterie report build/demo/runs --no-tsne --png build/demo/pictures --only compare-accuracy --only member-samples
+	mkdir -p docs/pictures
+	cp build/demo/pictures/compare-accuracy.png build/demo/pictures/fesem-s0/member-samples.png docs/pictures/
 
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest -q

@@ -55,7 +55,8 @@ def test_every_picture_is_written_as_png_and_svg(command: Command, tmp_path: Pat
     assert done["page"] == "page.html"
     names = {Path(path).stem for path in done["pictures"]}
     assert names >= {"accuracy", "f1", "loss", "cluster-sizes", "churn", "flow", "map", "map-by-group", "confusion"}
-    assert names >= {"client-accuracy", "labels", "member-samples", "bytes", "accuracy-by-bytes", "seconds", "map-tsne"}
+    assert names >= {"client-accuracy", "labels", "member-samples", "bytes", "accuracy-by-bytes", "seconds"}
+    assert not any("tsne" in name for name in names)
     for path in map(Path, done["pictures"]):
         if path.suffix == ".png":
             with Image.open(path) as image:
@@ -63,6 +64,20 @@ def test_every_picture_is_written_as_png_and_svg(command: Command, tmp_path: Pat
         else:
             assert path.read_text().startswith("<?xml")
     assert len(done["pictures"]) == 2 * len(names)
+
+
+def test_only_some_pictures(command: Command, tmp_path: Path):
+    for name in ("a", "b"):
+        make_run(tmp_path / "x", name, algorithm=name, rounds=2)
+    words = ("report", "x", "--no-tsne", "--quiet", "--png", "p")
+    assert command(*words, "--only", "flow", "--only", "compare-f1").code == 0
+    assert sorted(str(path.relative_to("p")) for path in Path("p").rglob("*.png")) == [
+        "a/flow.png",
+        "b/flow.png",
+        "compare-f1.png",
+    ]
+    assert "There is no picture 'flo'. Did you mean 'flow'?" in command(*words, "--only", "flo").error
+    assert "give a folder for them with --png DIR" in command("report", "x", "--only", "flow").error
 
 
 def test_several_runs_have_folders_and_curves_over_each_other(command: Command, tmp_path: Path):

@@ -24,6 +24,9 @@ OutFlag = Annotated[
 PngFlag = Annotated[
     Path | None, typer.Option("--png", help="Also draw every picture into this folder, as PNG and as SVG.")
 ]
+OnlyFlag = Annotated[
+    list[str] | None, typer.Option("--only", help="Of --png only this picture; give it several times.")
+]
 TsneFlag = Annotated[bool, typer.Option(help="A map by t-SNE beside the one by PCA; takes seconds for 1,000 clients.")]
 
 
@@ -31,6 +34,7 @@ def report(
     runs: RunsArgument,
     out: OutFlag = None,
     png: PngFlag = None,
+    only: OnlyFlag = None,
     tsne: TsneFlag = True,
     dark: Annotated[bool, typer.Option("--dark", help="Draw the files of --png on a dark ground.")] = False,
     json_: JsonFlag = False,
@@ -43,6 +47,8 @@ def report(
         if not hidden:
             stderr().print(text, soft_wrap=True, markup=False)
 
+    if only and png is None:
+        raise ConfigError("--only names pictures for --png; give a folder for them with --png DIR.")
     found = expand(runs)
     data, damaged = [], []
     for path in found:
@@ -59,9 +65,11 @@ def report(
     write_report(data, target, tsne=tsne, say=say)
     pictures: list[Path] = []
     if png is not None:
-        from coterie.plots import save_all
+        from coterie.plots import picture_names, save_all
 
-        pictures = save_all(data, png, dark=dark, say=say)
+        wanted = only or [name for name in picture_names() if tsne or "tsne" not in name]
+
+        pictures = save_all(data, png, only=wanted, dark=dark, say=say)
     if json_:
         told: dict[str, Any] = {"page": str(target), "runs": len(data), "damaged": damaged}
         print(json.dumps(told | {"pictures": [str(path) for path in pictures]}))

@@ -158,6 +158,7 @@ def finish(rows: list[Row], summaries: list[Summary], root: Path, title: str, js
     console = stdout()
     console.print(as_table(rows, f"{title}, {first['clients']} clients", console.width))
     stderr().print(f"run folders: {root}", soft_wrap=True)
+    stderr().print(f"a page of them: coterie report {root}", soft_wrap=True)
 
 
 def _flat(row: Row, prefix: str = "") -> dict[str, Any]:

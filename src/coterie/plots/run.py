@@ -6,6 +6,8 @@ A run is a path to its folder, or the `Result` that `coterie.run` gave back. A p
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +32,7 @@ Floats = NDArray[np.float64]
 
 _MARKERS = "os^D"  # beyond eight groups the colours come again with another shape
 _GREY = OKABE_ITO[-1]
+_DASHES = ("-", (0, (6, 2)), (0, (2.5, 1.5)), (0, (7, 1.5, 1.5, 1.5)), "-.")
 _SCORES = {
     "accuracy": "accuracy",
     "f1": "F1",
@@ -603,7 +606,7 @@ def curves(
         sent = [_sent(run)[mask] for run, mask in zip(members, where, strict=True)]
         x = np.mean(sent, axis=0) if against == "bytes" else np.array(sorted(common), dtype=np.float64)
         name = f"{row.label} on {row.dataset}" if several else row.label
-        style = ("-", "--", ":")[place // len(OKABE_ITO) % 3]
+        style: Any = _DASHES[place % len(_DASHES)]  # two that lie over each other are both seen
         _line(axes, x, values.mean(0), colour(place), name[:34], linestyle=style, linewidth=1.6)
         if len(members) > 1:
             mean, spread = values.mean(0), values.std(0, ddof=1)
@@ -659,33 +662,46 @@ PICTURES: Mapping[str, Callable[..., Any]] = {
 """Every picture of a single run, by the name of its file."""
 
 
+def picture_names() -> list[str]:
+    """The names of all pictures that `save_all` draws."""
+    return [*PICTURES, *(f"compare-{score}" for score in _SCORES), "compare-accuracy-by-bytes"]
+
+
 def save_all(
-    runs: Sequence[Any], folder: Path, *, dark: bool = False, say: Callable[[str], None] = lambda text: None
+    runs: Sequence[Any],
+    folder: Path,
+    *,
+    only: Sequence[str] = (),
+    dark: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[Path]:
-    """Draw every picture that there is into `folder` as PNG and SVG; of several runs, each into a folder of its own."""
+    """Draw every picture that there is, or `only` some, into `folder` as PNG and SVG.
+
+    Of several runs, each has a folder of its own, and there are curves over each other beside them.
+    """
+    for name in only:
+        if name not in picture_names():
+            raise UnknownName("picture", name, picture_names())
     data = [as_run(run) for run in runs]
     written: list[Path] = []
     names = _folder_names(data)
+    wanted = {name: make for name, make in PICTURES.items() if not only or name in only}
     for run, name in zip(data, names, strict=True):
         home = folder if len(data) == 1 else folder / name
-        say(f"drawing the pictures of {run.name}")
-        for picture, make in PICTURES.items():
-            try:
-                figure = make(run, dark=dark)
-            except DataError:
-                continue  # this run has nothing for it
-            written += _save(figure, home / picture)
+        if wanted:
+            say(f"drawing the pictures of {run.name}")
+        for picture, make in wanted.items():
+            with contextlib.suppress(DataError):  # this run has nothing for it
+                written += _save(make(run, dark=dark), home / picture)
     if len(data) > 1:
-        for score in _SCORES:
-            try:
-                written += _save(curves(data, score, dark=dark), folder / f"compare-{score}")
-            except DataError:
-                continue
-        written += (
-            _save(curves(data, "accuracy", against="bytes", dark=dark), folder / "compare-accuracy-by-bytes")
-            if any(np.isfinite(run.curves["accuracy"]).any() for run in data)
-            else []
-        )
+        over: dict[str, Callable[[], Figure]] = {
+            f"compare-{score}": functools.partial(curves, data, score, dark=dark) for score in _SCORES
+        }
+        over["compare-accuracy-by-bytes"] = functools.partial(curves, data, "accuracy", against="bytes", dark=dark)
+        for name, draw in over.items():
+            if not only or name in only:
+                with contextlib.suppress(DataError):
+                    written += _save(draw(), folder / name)
     return written
 
 

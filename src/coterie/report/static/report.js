@@ -401,7 +401,7 @@ const Report = (() => {
   function overlay(metric) {
     const several = data.compare.datasets > 1;
     return data.compare.rows.flatMap((row, c) => {
-      const name = several ? `${row.label} on ${row.dataset}` : row.label, dash = c >= 8 ? ["6 3", "2 3"][Math.floor(c / 8) % 2] : "";
+      const name = several ? `${row.label} on ${row.dataset}` : row.label, dash = ["", "9 3", "4 2.5", "10 3 2 3", "7 2 2 2 2 2"][c % 5]; // two that lie over each other are both seen
       const runs = row.runs.map((i) => data.runs[i]).filter((run) => has(run, metric));
       if (!runs.length) return [];
       if (choices.each || runs.length === 1) return runs.map((run) => ({ name: runs.length === 1 ? name : `${name}, seed ${run.seed}`, colour: c, dash, x: xOf(run), values: run.curves[metric], width: 1.4 }));
