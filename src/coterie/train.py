@@ -27,6 +27,7 @@ from coterie.runs import Checkpoint, RunFolder
 from coterie.settings import check, setting
 
 _SHOW_EVERY = 2.0  # seconds between two looks that others get at a run that goes on
+_MAPPED = 20  # rounds in which the models that clients send are sketched
 _SHOW_SHARE = 50  # a look may take one part in so many of the time
 
 
@@ -126,8 +127,10 @@ class Trainer:
         self.engine.begin(number, "round")
         size = max(1, round(self.schedule.participation * self.engine.num_clients))
         cohort = self.engine.draw(rng.at("cohort"), size)
-        heard = listening(self.engine, self.sketches)
-        self.state = self.algorithm.round(self.state, heard, cohort, rng.at("work"))
+        # Some twenty rounds and the last one are enough for a map of the models.
+        is_mapped = number % max(1, self.schedule.rounds // _MAPPED) == 0 or number == self.schedule.rounds
+        engine = listening(self.engine, self.sketches) if is_mapped else self.engine
+        self.state = self.algorithm.round(self.state, engine, cohort, rng.at("work"))
         train = self.engine.client_seconds - worked
         server = time.perf_counter() - began - train
         self.progress.seconds["train"] += train

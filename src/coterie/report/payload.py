@@ -172,7 +172,15 @@ def run_headline(run: RunData) -> list[list[Any]]:
     found.append(["rounds", f"{run.done} of {run.planned}" if run.done < run.planned else str(run.done), run.state])
     sent = compare.value_of(run, "megabytes")
     if sent is not None:
-        told = f"{sent / 1000:.2f} GB" if sent >= 1000 else f"{sent:.1f} MB" if sent >= 1 else f"{1000 * sent:.1f} kB"
+        told = (
+            f"{sent / 1000:.2f} GB"
+            if sent >= 1000
+            else f"{sent:.1f} MB"
+            if sent >= 1
+            else f"{1000 * sent:.1f} kB"
+            if sent
+            else "nothing"
+        )
         found.append(["sent", told, "models and arrays, down and up, start included"])
     add("seconds", compare.value_of(run, "seconds"), "{:.1f} s", "start, training, server, evaluation")
     failures = summary.get("failures", len(run.failures))

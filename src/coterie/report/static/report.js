@@ -164,8 +164,10 @@ const Report = (() => {
           table: () => plain(["from round", "to round", "from", "to", "clients"], run.flow.links.flatMap((links, c) => links.map(([a, b, n]) => [run.flow.rounds[c], run.flow.rounds[c + 1], clusterName(a), clusterName(b), n])), [true, true, false, false, true]) });
     }
     if (run.map && run.clients) {
-      map(home, run, "map-cluster", "Map of the clients' models, by cluster", run.clients.cluster, clusterName);
-      if (run.clients.group) map(home, run, "map-group", "The same map, by true group", run.clients.group, (g) => run.groups[g] || `group ${g}`);
+      const apart = Boolean(run.sizes); // else every client is a cluster of its own
+      if (apart) map(home, run, "map-cluster", "Map of the clients' models, by cluster", run.clients.cluster, clusterName);
+      else if (!run.clients.group) map(home, run, "map-cluster", "Map of the clients' models", run.clients.name.map(() => 0), () => "clients");
+      if (run.clients.group) map(home, run, "map-group", apart ? "The same map, by true group" : "Map of the clients' models, by true group", run.clients.group, (g) => run.groups[g] || `group ${g}`);
     }
   }
 
@@ -307,7 +309,7 @@ const Report = (() => {
 
   function pictures(home, run) {
     if (run.members) {
-      panel(home, "members", "What the members of each cluster see", "Training samples of some members, as they see them, in order of class.", (host) => {
+      panel(home, "members", run.sizes ? "What the members of each cluster see" : "What some of the clients see", "Training samples of some members, as they see them, in order of class.", (host) => {
         host.replaceChildren(el("div", { class: "members" }, run.members.map((group) => {
           const box = el("section", { class: "mark" }, el("h4", {}, clusterName(group.cluster)), group.members.map((member) => el("figure", {},
             el("img", { class: "strip", src: member.strip, width: 300, alt: `samples of ${run.clients.name[member.client]}, classes ${member.labels.join(", ")}` }),
