@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import time
 import tomllib
 import zipfile
@@ -126,7 +127,7 @@ class RunFolder:
     def is_held(self) -> bool:
         """Whether some process is at work in the folder; of one on another machine it is what its files suggest."""
         try:
-            holder = json.loads((self.path / ".lock").read_bytes()[:1000])
+            holder = json.loads(_first_bytes(self.path / ".lock", 1000))
             host, pid, born = str(holder["host"]), int(holder["pid"]), holder["born"]
             if host == socket.gethostname():
                 return bool(born is not None and born == _born(pid))
@@ -338,6 +339,15 @@ class RunFolder:
 
 def _folder_name(round: int) -> str:
     return f"round-{round:06d}"
+
+
+def _first_bytes(path: Path, count: int) -> bytes:
+    """The beginning of a plain file; anything else of that name (a pipe, a device) is not waited for."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.read(handle, count) if stat.S_ISREG(os.fstat(handle).st_mode) else b""
+    finally:
+        os.close(handle)
 
 
 def _born(pid: int) -> str | None:

@@ -148,8 +148,9 @@ def test_damaged_runs_are_listed_with_the_reason_and_the_others_are_not_hurt(cli
     piped = make_run(root, "pipe")
     (piped / "rounds.jsonl").unlink()
     os.mkfifo(piped / "rounds.jsonl")
-    locked = make_run(root, "lock")
-    (locked / ".lock").write_bytes(b"\x00" * 100)
+    (make_run(root, "lock") / ".lock").write_bytes(b"\x00" * 100)
+    os.mkfifo(make_run(root, "piped-lock", finished=False) / ".lock")
+    (make_run(root, "endless-lock", finished=False) / ".lock").symlink_to("/dev/zero")
     found = {run["id"]: run for run in client.get("/api/runs").json()["runs"]}
     for name in (*damages, "empty", "pipe"):
         assert found[name]["state"] == "damaged", name
@@ -158,6 +159,7 @@ def test_damaged_runs_are_listed_with_the_reason_and_the_others_are_not_hurt(cli
         assert answer.status_code == 422
         assert answer.json()["state"] == "damaged"
     assert found["a"]["state"] == found["lock"]["state"] == "finished"
+    assert found["piped-lock"]["state"] == found["endless-lock"]["state"] == "stopped"
     told = client.get("/api/compare", params={"run": ["rows", "a"]}).json()
     assert len(told["runs"]) == 1
     assert "rounds.jsonl is damaged" in told["runs"][0]["problems"][0]
@@ -172,6 +174,22 @@ def test_a_run_that_goes_away_while_it_is_looked_at(client: httpx.Client, root: 
     assert client.get("/api/run/a").status_code == 404
     time.sleep(0.6)  # as long as a list is good for
     assert [run["id"] for run in client.get("/api/runs").json()["runs"]] == ["compare-x/b-s0"]
+
+
+def test_a_run_folder_itself_can_be_served(root: Path):
+    with serving(root / "a") as (host, port):
+        base = f"http://{host}:{port}"
+        assert [run["id"] for run in httpx.get(f"{base}/api/runs", trust_env=False).json()["runs"]] == ["a"]
+        assert httpx.get(f"{base}/api/run/a", trust_env=False).json()["runs"][0]["done"] == 3
+
+
+def test_a_folder_that_is_reached_by_a_link(root: Path, tmp_path: Path):
+    (tmp_path / "door").symlink_to(root)
+    with serving(tmp_path / "door") as (host, port):
+        base = f"http://{host}:{port}"
+        states = [run["state"] for run in httpx.get(f"{base}/api/runs", trust_env=False).json()["runs"]]
+        assert states == ["finished", "finished"]
+        assert httpx.get(f"{base}/api/run/a", trust_env=False).status_code == 200
 
 
 def test_a_folder_that_is_not_there_yet(tmp_path: Path):
