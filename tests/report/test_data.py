@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import coterie
 from coterie.errors import RunError
-from coterie.report import data as module
+from coterie.report import files
 from coterie.report.data import as_run, find_runs, read_run
 from coterie.report.payload import run_payload
 from coterie.runs import RunFolder
@@ -284,7 +284,7 @@ def test_links_that_lead_out_are_not_followed(tmp_path: Path):
 
 def test_files_beyond_sense_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = make_run(tmp_path)
-    monkeypatch.setattr(module, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "MOST_BYTES", 1 << 20)
     (path / "artifacts" / "sketches.npz").write_bytes(b"")
     with zipfile.ZipFile(path / "artifacts" / "sketches.npz", "w", zipfile.ZIP_DEFLATED) as out:
         out.writestr("sketch.npy", bytes(4 << 20))

@@ -7,6 +7,7 @@
 Matplotlib is the optional extra `report` and is imported when a picture is made. Every picture has `dark=True`.
 """
 
+from coterie.plots.clients import client_accuracy, held_labels, member_samples, pseudo_confusion, pseudo_samples
 from coterie.plots.federation import (
     MOST_BUBBLES,
     classes_that_hold,
@@ -18,27 +19,19 @@ from coterie.plots.federation import (
     label_counts,
 )
 from coterie.plots.run import (
-    PICTURES,
     accuracy,
     accuracy_by_bytes,
     bytes_sent,
     churn,
-    client_accuracy,
     cluster_sizes,
     confusion,
-    curves,
     f1,
     flow,
-    held_labels,
     loss,
-    member_samples,
     model_map,
-    picture_names,
-    pseudo_confusion,
-    pseudo_samples,
-    save_all,
     seconds,
 )
+from coterie.plots.several import PICTURES, curves, picture_names, save_all
 from coterie.plots.style import DARK, LIGHT, OKABE_ITO, Theme, colour
 
 __all__ = [

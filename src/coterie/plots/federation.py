@@ -106,13 +106,14 @@ def label_bubbles(federation: Federation, *, dark: bool = False) -> Figure:
     titles = [names[group] for group in sorted(names)]
     theme = DARK if dark else LIGHT
     if len(counts) > MOST_BUBBLES:
-        return _heat_map(counts, groups, titles, theme)
-    return _bubbles(counts, groups, titles, federation.names, theme)
+        return draw_heat_map(counts, groups, titles, theme)
+    return draw_bubbles(counts, groups, titles, federation.names, theme)
 
 
-def _bubbles(
+def draw_bubbles(
     counts: Counts, groups: NDArray[np.int64], titles: Sequence[str], names: Sequence[str], theme: Theme
 ) -> Figure:
+    """A bubble for each class [L] of each client [N]; groups are positions in `titles`."""
     order = np.argsort(groups, kind="stable")
     counts, groups = counts[order], groups[order]
     clients, classes = counts.shape
@@ -181,7 +182,8 @@ def _roomy(diameters: NDArray[np.float64]) -> float:
     return float(np.clip(1 / np.quantile(between[between > 0], 0.97), 1.0, 2.2))
 
 
-def _heat_map(counts: Counts, groups: NDArray[np.int64], titles: Sequence[str], theme: Theme) -> Figure:
+def draw_heat_map(counts: Counts, groups: NDArray[np.int64], titles: Sequence[str], theme: Theme) -> Figure:
+    """The share of each class at each client, narrowed to as many columns as there are pixels."""
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     # Within a group by the class a client has most of: unordered, thousands of columns would be noise.
     order = np.lexsort((-shares.max(axis=1), shares.argmax(axis=1), groups))
