@@ -138,7 +138,7 @@ class Store:
             run = self._read(path, whole=False)
             changed = max((path / file).stat().st_mtime for file in _WATCHED if (path / file).exists())
         except (RunError, OSError, RuntimeError) as error:
-            return {"id": name, "state": "damaged", "reason": str(error)}
+            return {"id": name, "state": "damaged", "reason": self._short(error)}
         accuracy, loss = run.last("accuracy"), run.last("loss")
         return {
             "id": name,
@@ -155,6 +155,10 @@ class Store:
             "seconds": value_of(run, "seconds"),
             "changed": int(changed),
         }
+
+    def _short(self, error: Exception) -> str:
+        """What went wrong, with paths as they are within the folder."""
+        return str(error).replace(f"{self.root.resolve()}/", "").replace(f"{self.root}/", "")
 
     def _answer(self, key: tuple[str, str], paths: Sequence[Path], make: Callable[[], Any]) -> tuple[str, bytes]:
         with self._work("\0".join(key)):

@@ -350,7 +350,7 @@ const Report = (() => {
 
   function trouble(home, run) {
     if (run.repairs.length) panel(home, "repairs", "Repairs", "What the guard mended while the run went on.", (host) => host.replaceChildren(plain(["round", "what"], run.repairs.map((r) => [r.round, r.reason]), [true, false])));
-    if (run.failures) panel(home, "failures", "Failures", `${run.failures.total.toLocaleString("en")} answers did not come or could not be used; the rounds went on without them.`, (host, item) => {
+    if (run.failures) panel(home, "failures", "Failures", `${run.failures.total.toLocaleString("en")} ${run.failures.total === 1 ? "answer" : "answers"} did not come or could not be used; the rounds went on without.`, (host, item) => {
       host.replaceChildren(plain(["reason", "answers"], run.failures.reasons));
     }, { table: () => plain(["round", "client", "step", "reason"], run.failures.rows, [true, false, false, false]) });
     if (run.notes.length || run.choice || run.unseen) panel(home, "notes", "Notes", "What the run has to say beside its numbers.", (host) => {

@@ -68,7 +68,7 @@
     const now = Date.now() / 1000;
     const rows = runs.map((r) => {
       const tick = r.state === "damaged" ? null : el("input", { type: "checkbox", "aria-label": `compare ${r.id}`, checked: ticked.has(r.id), onchange: (event) => { if (event.target.checked) ticked.add(r.id); else ticked.delete(r.id); name(); } });
-      if (r.state === "damaged") return [{ text: "", sort: 2 }, r.id, { node: el("span", { class: "badge damaged" }, "damaged"), sort: "damaged" }, { node: el("span", { class: "bad" }, r.reason), sort: null }, ...Array(7).fill({ text: "", sort: null })];
+      if (r.state === "damaged") return [{ text: "", sort: 2 }, { node: el("span", {}, r.id, el("br"), el("span", { class: "bad" }, r.reason)), sort: r.id }, { node: el("span", { class: "badge damaged" }, "damaged"), sort: "damaged" }, ...Array(8).fill({ text: "", sort: null })];
       const progress = el("span", {}, el("progress", { max: r.planned || 1, value: r.done, "aria-label": "progress" }), ` ${r.done}/${r.planned}`, known(r.left) ? ` (${Math.round(r.left)} s left)` : "");
       return [{ node: tick, sort: ticked.has(r.id) ? 0 : 1 }, { node: el("a", { href: link(r.id) }, r.id), sort: r.id }, { node: el("span", { class: `badge ${r.state}` }, r.state), sort: r.state },
         { node: progress, sort: r.planned ? r.done / r.planned : 0 }, r.algorithm, r.dataset, r.seed, { text: known(r.accuracy) ? percent(r.accuracy) : known(r.loss) ? `loss ${short(r.loss)}` : "–", sort: r.accuracy },
