@@ -361,7 +361,10 @@ def test_runs_are_found_inside_folders_of_runs(tmp_path: Path):
     make_run(tmp_path / "b" / "artifacts", "inner")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "summary.json").write_text("{")
-    assert [name for name, _ in find_runs(tmp_path)] == ["b", "broken", "compare-x/a-s0"]
+    (tmp_path / "elsewhere").symlink_to("/etc")
+    (tmp_path / "round").symlink_to(tmp_path)
+    (tmp_path / "c").symlink_to(tmp_path / "b")
+    assert [name for name, _ in find_runs(tmp_path)] == ["b", "broken", "c", "compare-x/a-s0"]
     assert [name for name, _ in find_runs(tmp_path / "b")] == ["b"]
 
 

@@ -242,8 +242,8 @@ def of_result(result: Result) -> RunData:
 def find_runs(root: Path) -> list[tuple[str, Path]]:
     """The folders under `root` that are runs, or look as if they had been: name relative to `root`, path.
 
-    Run folders are not looked into, links to folders are not followed (those are listed, and refused when they are
-    read with `within`), and hidden folders are left alone.
+    Run folders are not looked into, links to folders of runs are not followed (links to a run are listed, and refused
+    when it is read with `within` and lies outside), and hidden folders are left alone.
     """
     found: list[tuple[str, Path]] = []
 
@@ -256,14 +256,10 @@ def find_runs(root: Path) -> list[tuple[str, Path]]:
             if len(found) >= _MOST_RUNS or entry.name.startswith("."):
                 continue
             path = Path(entry.path)
-            if entry.is_symlink():
-                if path.is_dir():
-                    found.append((path.relative_to(root).as_posix(), path))
-            elif entry.is_dir(follow_symlinks=False):
-                if is_run(path):
-                    found.append((path.relative_to(root).as_posix(), path))
-                elif depth > 1:
-                    look(path, depth - 1)
+            if is_run(path):
+                found.append((path.relative_to(root).as_posix(), path))
+            elif entry.is_dir(follow_symlinks=False) and depth > 1:
+                look(path, depth - 1)
 
     if is_run(root):
         return [(root.resolve().name, root)]
