@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import coterie
 from coterie.algorithm import find_algorithm
 from coterie.api import execute
 from coterie.engine import Chunk
@@ -181,6 +182,13 @@ def test_tables_have_no_pictures_and_they_can_be_left_out(tmp_path: Path):
     path = run("fesem", tmp_path, schedule=Schedule(rounds=1, keep_pictures=False))
     assert (path / "artifacts" / "sketches.npz").exists()
     assert not (path / "artifacts" / "members.npz").exists()
+
+
+def test_from_python_pictures_can_be_left_out(tmp_path: Path):
+    for keep in (True, False):
+        result = coterie.run("fesem", ragged_federation(), rounds=1, out=tmp_path, keep_pictures=keep)
+        assert result.path is not None
+        assert (result.path / "artifacts" / "members.npz").exists() is keep
 
 
 # ---- while the run goes on ----

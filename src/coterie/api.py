@@ -133,6 +133,7 @@ class Result:
         """The cluster of each client of another federation, found by this run's own rule; int64 [n]."""
         return self.onboard(new_clients).labels
 
+    @functools.cached_property
     def record(self) -> dict[str, Any]:
         """What a run folder holds for reports, from memory: `coterie.plots` and notebooks draw from it."""
         trainer, schedule = self._trainer, self._trainer.schedule
@@ -221,6 +222,7 @@ def run(
     attack: Literal["none", "sign_flip", "gaussian", "label_flip"] = "none",
     attackers: float = 0.2,
     corrupt: float = 0.0,
+    keep_pictures: bool = True,
     loss: str | Loss = "cross_entropy",
     engine: str = "vectorized",
     device: str = "auto",
@@ -237,7 +239,8 @@ def run(
     a named dataset brings the model and the work that suit it. With `out` the run is kept in a folder there.
     A share `unseen` of the clients takes part in no round and is met at the end; `dropout` is the share of a
     cohort that fails to answer. `attack` makes a share `attackers` of the clients do harm, and `corrupt` is the share
-    of answers that arrive as NaN: see `coterie.attacks`.
+    of answers that arrive as NaN: see `coterie.attacks`. Without `keep_pictures` the run folder holds no samples of
+    anyone's.
 
     >>> result = run("fesem", "rotated-digits", rounds=3, seed=1)
     >>> result.summary["ari"], result.centers.shape[0]
@@ -246,7 +249,8 @@ def run(
     torch.Size([1, 10])
     """
     schedule = Schedule(
-        rounds, participation, seed, evaluate_every, checkpoint_every, unseen, dropout, attack, attackers, corrupt
+        *(rounds, participation, seed, evaluate_every, checkpoint_every, unseen, dropout, attack, attackers, corrupt),
+        keep_pictures=keep_pictures,
     )
     check(schedule)
     chosen = find_algorithm(algorithm)() if isinstance(algorithm, str) else algorithm

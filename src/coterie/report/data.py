@@ -172,7 +172,7 @@ def as_run(source: Any) -> RunData:
         return read_run(Path(source))
     if isinstance(source, RunFolder):
         return read_run(source.path)
-    if hasattr(source, "record"):
+    if hasattr(type(source), "record"):  # a Result; asked of its type, since making the record takes a while
         return of_result(source)
     raise RunError(f"A run is a path to its folder or a Result. Got {type(source).__name__} instead.")
 
@@ -230,7 +230,7 @@ def of_result(result: Result) -> RunData:
     """A finished run of Python's, from memory."""
     if result.path is not None and (result.path / "config.toml").is_file():
         return read_run(result.path)
-    record = result.record()
+    record = result.record
     rows = json.loads(json.dumps(record["rows"]))
     parts = {key: record.get(key) for key in ("labels", "manifest", "sketches", "members", "method", "clients")}
     parts = {key: {} if value is None else value for key, value in parts.items()}
