@@ -153,7 +153,7 @@ const Report = (() => {
     if (run.confusion) {
       const { clusters: rows, counts } = run.confusion;
       panel(home, "confusion", "Clusters and true groups", "Clients of each true group in each cluster. A good clustering has one filled cell in every row.",
-        (host) => grid(host, { title: "Confusion of clusters and true groups", values: counts, rows: rows.map(clusterName), columns: run.groups, left: 66, most: 90, cellHeight: 26, numbers: (v) => String(v), xLabel: "true group",
+        (host) => grid(host, { title: "Confusion of clusters and true groups", values: counts, rows: rows.map(clusterName), columns: run.groups, left: 78, most: 90, cellHeight: 26, numbers: (v) => String(v), xLabel: "true group",
           told: (r, c, v) => [`${clusterName(rows[r])}, ${run.groups[c]}`, `${v} clients`] }),
         { table: () => plain(["cluster", ...run.groups], counts.map((row, i) => [clusterName(rows[i]), ...row])) });
     }
@@ -341,7 +341,7 @@ const Report = (() => {
     if (K > 1) {
       const share = p.told.map((row) => row.map((m) => m.reduce((sum, line, k) => sum + line[k], 0) / L));
       panel(home, "pseudo-cross", "Whose samples a center understands", "How surely a center (column) calls the pseudo samples of another (row) what they were meant to be. A strong diagonal: the centers speak differently.",
-        (host) => grid(host, { title: "How well centers understand each other's pseudo samples", values: share, rows: p.clusters.map(clusterName), columns: p.clusters.map((k) => `center ${k}`), left: 66, most: 80, cellHeight: 28, top: 1, numbers: (v) => v.toFixed(2), xLabel: "judged by",
+        (host) => grid(host, { title: "How well centers understand each other's pseudo samples", values: share, rows: p.clusters.map(clusterName), columns: p.clusters.map((k) => `center ${k}`), left: 78, most: 80, cellHeight: 28, top: 1, numbers: (v) => v.toFixed(2), xLabel: "judged by",
           told: (r, c, v) => [`samples of ${clusterName(p.clusters[r])}`, `judged by center ${p.clusters[c]}: ${percent(v)}`] }));
     }
   }
