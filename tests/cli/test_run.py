@@ -176,6 +176,7 @@ def test_every_flag_arrives(command: Command):
         attack="gaussian",
         attackers=0.25,
         corrupt=0.05,
+        keep_pictures=True,
     )
     assert found["algorithm"]["num_clusters"] == 2
     assert found["work"].items() >= {"steps": 3, "batch_size": 7, "lr": 0.25, "momentum": 0.5}.items()
