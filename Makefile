@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: help setup demo test test-slow test-gpu bench bench-check bench-peers check format clean
+.PHONY: help setup demo pictures test test-slow test-browser test-flower test-gpu bench bench-check bench-peers check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -20,14 +20,37 @@ $(READY): pyproject.toml constraints.txt
 
 setup: $(READY)  ## create .venv and install
 
+DEMO := -a local -a fedavg -a ifca -a fesem --dataset rotated-digits --clusters 4 --rounds 20 --seeds 3
+
 demo: $(READY)  ## compare four methods on embedded data (under a minute), print the table
-	$(BIN)/coterie compare -a local -a fedavg -a ifca -a fesem --dataset rotated-digits --clusters 4 --rounds 20 --seeds 3
+	$(BIN)/coterie compare $(DEMO)
+
+pictures: $(READY)  ## draw the README's pictures anew, from the demo (docs/pictures)
+	rm -rf build/demo
+	$(BIN)/coterie compare $(DEMO) --out build/demo --name runs
+	$(BIN)/coterie report build/demo/runs --no-tsne --png build/demo/pictures --only compare-accuracy --only member-samples
+	mkdir -p docs/pictures
+	cp build/demo/pictures/compare-accuracy.png build/demo/pictures/fesem-s0/member-samples.png docs/pictures/
 
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest -q
 
 test-slow: $(READY)  ## run the slow tests too
 	$(BIN)/python -m pytest -q -m 'slow'
+
+test-browser: $(READY)  ## drive the pages in a real browser (installs Debian's chromium where it can)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,browser]'
+	@if ! command -v chromium >/dev/null || ! command -v chromedriver >/dev/null; then \
+		{ apt-get update -qq && apt-get install -y -qq chromium chromium-driver >/dev/null; } \
+		|| echo "chromium could not be installed: the tests will say so and be skipped"; \
+	fi
+	$(BIN)/python -m pytest -q -rs -m browser tests/browser
+	@ls build/screenshots/*.png 2>/dev/null | sed 's/^/kept: /' || true
+
+test-flower: $(READY)  ## run real Flower processes on loopback (installs Flower into .venv)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[flower]'
+	$(BIN)/python -m pytest -q tests/flower src/coterie/flower
+	$(BIN)/python -m pytest -q -m 'flower' tests/flower
 
 test-gpu: $(READY)  ## run the tests that need a GPU (skipped without one)
 	$(BIN)/python -m pytest -q -m 'gpu'

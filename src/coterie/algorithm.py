@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.block import Task
@@ -134,6 +135,10 @@ class Algorithm(abc.ABC):
     def assign(self, state: Any, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
         """Labels [n] of clients that were never trained; by default all belong to the one center."""
         return torch.zeros(len(newcomers), dtype=torch.int64)
+
+    def exhibits(self, state: Any, engine: Engine, rng: Rng) -> dict[str, NDArray[Any]]:
+        """Arrays that a report shows of this method beside what all methods have; asked for once, at the end."""
+        return {}
 
     def should_stop(self, state: Any) -> bool:
         """Whether further rounds would change nothing."""

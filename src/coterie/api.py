@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,10 +38,11 @@ from coterie.local import SGD
 from coterie.models import Builder, ModelMaker, import_object
 from coterie.network import LOSSES, Loss, state_dict
 from coterie.newcomers import Newcomers, like_the_run, meet, split_unseen
+from coterie.observers import Listener, Row, RunInfo, Several
 from coterie.randomness import Rng
 from coterie.runs import RunFolder
 from coterie.settings import check, values_of
-from coterie.train import Observer, Row, Schedule, Trainer, attack_of
+from coterie.train import Schedule, Trainer, attack_of
 
 
 class Result:
@@ -131,6 +133,29 @@ class Result:
         """The cluster of each client of another federation, found by this run's own rule; int64 [n]."""
         return self.onboard(new_clients).labels
 
+    @functools.cached_property
+    def record(self) -> dict[str, Any]:
+        """What a run folder holds for reports, from memory: `coterie.plots` and notebooks draw from it."""
+        trainer, schedule = self._trainer, self._trainer.schedule
+        head = {key: self.summary[key] for key in ("algorithm", "dataset", "model", "engine", "device")}
+        newcomers = self.unseen
+        return {
+            "name": f"{head['dataset']}-{head['algorithm']}-s{schedule.seed}",
+            "config": {
+                "run": head | values_of(schedule) | {"from_python": True},
+                "algorithm": values_of(trainer.algorithm),
+                "work": values_of(trainer.engine.task.work),
+            },
+            "rows": self.rows,
+            "labels": np.stack(trainer.progress.labels),
+            "clients": trainer.client_arrays(),
+            "manifest": trainer.federation.manifest(),
+            **trainer.exhibits(),
+            "method": trainer.method_exhibits(),
+            "failures": [vars(failure) for failure in trainer.engine.failures],
+            "unseen": [] if newcomers is None else newcomers.rows(),
+        }
+
     def frame(self, of: str = "rounds") -> Any:
         """A pandas table of the rounds, or (`of="clients"`) of the clients."""
         try:
@@ -138,17 +163,33 @@ class Result:
         except ImportError as error:
             raise MissingExtra("Result.frame()", "report") from error
         if of == "rounds":
-            return pandas.json_normalize(self.rows)
+            return pandas.json_normalize([_columns_of(row) for row in self.rows])
         if of == "clients":
             arrays = self._trainer.client_arrays()
             last = {k: v[-1] if v.ndim == 2 else v for k, v in arrays.items() if k != "round"}
             return pandas.DataFrame(last | {"cluster": self.labels.numpy()})
         raise ConfigError(f"frame(of=...) takes 'rounds' or 'clients'. Got {of!r} instead.")
 
+    def _repr_html_(self) -> str:
+        """The headline numbers and the curve, for notebooks."""
+        from coterie.report.data import of_result
+        from coterie.report.notebook import run_html
+
+        return run_html(of_result(self))
+
     def __repr__(self) -> str:
         accuracy = self.summary["accuracy"]
         score = f"accuracy {accuracy['macro']:.4f}" if accuracy else "no classes"
         return f"<Result of {self.summary['algorithm']} on {self.summary['dataset']}: {score}>"
+
+
+def _columns_of(row: Row) -> Row:
+    """A row of a round for a table: the spread over clients as columns of their own."""
+    names = ("tenth", "quarter", "median", "three_quarters", "nine_tenths")
+    found = {key: value for key, value in row.items() if key != "spread"}
+    for score, five in row.get("spread", {}).items():
+        found[score] = {**(found.get(score) or {}), **dict(zip(names, five, strict=True))}
+    return found
 
 
 def personal_vector(trainer: Trainer, client: int) -> Tensor:
@@ -181,6 +222,7 @@ def run(
     attack: Literal["none", "sign_flip", "gaussian", "label_flip"] = "none",
     attackers: float = 0.2,
     corrupt: float = 0.0,
+    keep_pictures: bool = True,
     loss: str | Loss = "cross_entropy",
     engine: str = "vectorized",
     device: str = "auto",
@@ -189,7 +231,7 @@ def run(
     checkpoint_every: float = 30.0,
     out: str | Path | None = None,
     name: str | None = None,
-    observer: Observer | None = None,
+    observer: Listener | None = None,
 ) -> Result:
     """Train and give back the result.
 
@@ -197,7 +239,8 @@ def run(
     a named dataset brings the model and the work that suit it. With `out` the run is kept in a folder there.
     A share `unseen` of the clients takes part in no round and is met at the end; `dropout` is the share of a
     cohort that fails to answer. `attack` makes a share `attackers` of the clients do harm, and `corrupt` is the share
-    of answers that arrive as NaN: see `coterie.attacks`.
+    of answers that arrive as NaN: see `coterie.attacks`. Without `keep_pictures` the run folder holds no samples of
+    anyone's.
 
     >>> result = run("fesem", "rotated-digits", rounds=3, seed=1)
     >>> result.summary["ari"], result.centers.shape[0]
@@ -206,7 +249,8 @@ def run(
     torch.Size([1, 10])
     """
     schedule = Schedule(
-        rounds, participation, seed, evaluate_every, checkpoint_every, unseen, dropout, attack, attackers, corrupt
+        *(rounds, participation, seed, evaluate_every, checkpoint_every, unseen, dropout, attack, attackers, corrupt),
+        keep_pictures=keep_pictures,
     )
     check(schedule)
     chosen = find_algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
@@ -331,7 +375,7 @@ def find_loss(loss: str | Loss) -> Loss:
 def execute(
     setup: Setup,
     folder: RunFolder | None = None,
-    observer: Observer | None = None,
+    observer: Listener | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Result:
     """Run to the end, from the beginning or from the folder's last whole checkpoint."""
@@ -348,7 +392,7 @@ def execute(
 
 
 def _train(
-    setup: Setup, folder: RunFolder | None, observer: Observer | None, should_stop: Callable[[], bool]
+    setup: Setup, folder: RunFolder | None, observer: Listener | None, should_stop: Callable[[], bool]
 ) -> Result:
     check(setup.work)
     digest = setup.federation.digest()
@@ -366,7 +410,8 @@ def _train(
     engine = make_engine(setup.engine, setup.task(), federation, setup.device, chosen | setup.engine_settings)
     if chosen and before is not None:
         engine.remember(before["plan"])
-    trainer = Trainer(setup.algorithm, engine, federation, setup.schedule, folder, observer, should_stop)
+    told = Several([observer])
+    trainer = Trainer(setup.algorithm, engine, federation, setup.schedule, folder, told, should_stop)
     if folder is not None:
         choice = folder.read_json("artifacts/choose-k.json")
         if choice is not None:
@@ -381,6 +426,28 @@ def _train(
             trainer.restore(checkpoint)
         else:
             folder.cut_rows(0)
+    told.begin(
+        RunInfo(
+            name=setup.default_name if folder is None else folder.path.name,
+            settings=setup.tables() if folder is None else folder.config(),
+            path=None if folder is None else folder.path,
+            done=trainer.progress.round,
+        )
+    )
+    try:
+        result = _result_of(setup, trainer, folder, held_out, digest)
+    except BaseException:
+        told.end(None)
+        raise
+    told.end(result.summary)
+    return result
+
+
+def _result_of(
+    setup: Setup, trainer: Trainer, folder: RunFolder | None, held_out: Federation | None, digest: str
+) -> Result:
+    """Train to the end, meet those who were held out, and write the result."""
+    engine = trainer.engine
     trainer.run()
     told = {"algorithm": setup.algorithm_name, "dataset": setup.dataset_name, "model": setup.model_name}
     result = Result(trainer, {}, held_out)

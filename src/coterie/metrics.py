@@ -16,6 +16,7 @@ Ints = NDArray[np.int64]
 
 BEST_ROUNDS = 5
 BOTTOM_CLIENTS = 5
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
 def spread(values: Floats, samples: Ints) -> dict[str, float] | None:
@@ -36,6 +37,17 @@ def fairness(accuracy: Floats, samples: Ints) -> dict[str, float]:
     ordered = np.sort(accuracy[samples > 0])
     tenth = max(1, round(0.1 * len(ordered)))
     return {"bottom5": float(ordered[:BOTTOM_CLIENTS].mean()), "worst_decile": float(ordered[:tenth].mean())}
+
+
+def quantiles(scores: Mapping[str, NDArray[Any]]) -> dict[str, list[float]]:
+    """How a score is spread over the clients: the tenth, quarter, half, three quarters and nine tenths.
+
+    >>> quantiles({"samples": np.ones(5), "accuracy": np.array([0.0, 0.25, 0.5, 0.75, 1.0])})
+    {'accuracy': [0.1, 0.25, 0.5, 0.75, 0.9]}
+    """
+    has = scores["samples"] > 0
+    names = [name for name in ("accuracy", "f1", "loss") if name in scores and has.any()]
+    return {name: np.quantile(scores[name][has], QUANTILES).tolist() for name in names}
 
 
 def best_rounds(micro: Sequence[float]) -> float | None:

@@ -17,7 +17,11 @@ import io
 import json
 import os
 import shutil
+import socket
+import stat
+import time
 import tomllib
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +37,7 @@ from coterie.errors import CheckpointError, RunError, StorageError
 
 SCHEMA = 1
 _KEPT = 2
+_SILENT = 600.0  # seconds without a word after which a run on another machine counts as stopped
 
 
 @dataclass(frozen=True)
@@ -113,11 +118,28 @@ class RunFolder:
         except OSError as error:
             handle.close()
             raise RunError(f"{self.path} is in use by another process.") from error
+        # Who holds it, for those who only look: trying the lock could make a run fail that is just starting.
+        with contextlib.suppress(OSError):
+            handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "born": _born(os.getpid())}))
+            handle.flush()
         self._lock = handle
+
+    def is_held(self) -> bool:
+        """Whether some process is at work in the folder; of one on another machine it is what its files suggest."""
+        try:
+            holder = json.loads(_first_bytes(self.path / ".lock", 1000))
+            host, pid, born = str(holder["host"]), int(holder["pid"]), holder["born"]
+            if host == socket.gethostname():
+                return bool(born is not None and born == _born(pid))
+            return time.time() - max(p.stat().st_mtime for p in self.path.iterdir()) < _SILENT
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     def unlock(self) -> None:
         """Let others write."""
         if self._lock is not None:
+            with contextlib.suppress(OSError):
+                self._lock.truncate(0)
             self._lock.close()
             self._lock = None
 
@@ -145,6 +167,14 @@ class RunFolder:
             return json.loads(path.read_text())
         except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise RunError(f"{path} is damaged: {error}.") from error
+
+    def read_arrays(self, name: str) -> dict[str, NDArray[Any]]:
+        """The arrays of an .npz file; none if it is not there or damaged."""
+        try:
+            with (self.path / name).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                return {key: arrays[key] for key in arrays.files}
+        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+            return {}
 
     def summary(self) -> dict[str, Any] | None:
         """The result, None while there is none."""
@@ -309,6 +339,29 @@ class RunFolder:
 
 def _folder_name(round: int) -> str:
     return f"round-{round:06d}"
+
+
+def _first_bytes(path: Path, count: int) -> bytes:
+    """The beginning of a plain file; anything else of that name (a pipe, a device) is not waited for."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.read(handle, count) if stat.S_ISREG(os.fstat(handle).st_mode) else b""
+    finally:
+        os.close(handle)
+
+
+def _born(pid: int) -> str | None:
+    """When a process was started, so that a number that was given away again is not taken for it; None: it is gone."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        if stat.parent.parent.joinpath("self").exists():
+            return stat.read_text().rpartition(")")[2].split()[19]
+        os.kill(pid, 0)
+    except PermissionError:
+        return "alive"
+    except (OSError, IndexError):
+        return None
+    return "alive"
 
 
 def _reason(error: object) -> str:

@@ -18,14 +18,17 @@ from coterie.attacks import Attack
 from coterie.block import adapt_and_evaluate, evaluate, evaluate_privately
 from coterie.engine import Engine, Failure
 from coterie.errors import ConfigError, Interrupted
+from coterie.exhibits import Arrays, Sketches, listening, member_pictures
 from coterie.federation import Federation
-from coterie.metrics import agreement, best_rounds, churn, cluster_sizes, evaluation
+from coterie.metrics import agreement, best_rounds, churn, cluster_sizes, evaluation, quantiles
+from coterie.observers import Listener, Row, Several
 from coterie.randomness import Rng
 from coterie.runs import Checkpoint, RunFolder
 from coterie.settings import check, setting
 
-Row = dict[str, Any]
-Observer = Callable[[Row], None]
+_SHOW_EVERY = 2.0  # seconds between two looks that others get at a run that goes on
+_MAPPED = 20  # rounds in which the models that clients send are sketched
+_SHOW_SHARE = 50  # a look may take one part in so many of the time
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Schedule:
     attack: Literal["none", "sign_flip", "gaussian", "label_flip"] = setting("none", "what attackers do (simulated)")
     attackers: float = setting(0.2, "share of the clients that attack, if there is an attack", ge=0, lt=1)
     corrupt: float = setting(0.0, "share of the answers that arrive as NaN (simulated)", ge=0, lt=1)
+    keep_pictures: bool = setting(True, "keep a few pictures of each cluster's members in the run folder")
 
 
 @dataclass
@@ -68,7 +72,7 @@ class Trainer:
         federation: Federation,
         schedule: Schedule,
         folder: RunFolder | None = None,
-        observer: Observer | None = None,
+        observer: Listener | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         check(schedule)
@@ -83,10 +87,12 @@ class Trainer:
         self.schedule, self.folder = schedule, folder
         self.progress = Progress()
         self.state: Any = None
-        self._observer = observer
+        self._observer = Several([observer])
         self._should_stop = should_stop
         self._rng = Rng.seed(schedule.seed).at("run")
-        self._saved_at = time.monotonic()
+        self._saved_at = self._shown_at = time.monotonic()
+        self._show_took = 0.0
+        self.sketches = Sketches(engine)
         self.attack = attack_of(engine.keys, schedule)
         engine.attack = None if self.attack.is_none else self.attack
         engine.dropout, engine.dropout_rng = schedule.dropout, Rng.seed(schedule.seed).at("dropout")
@@ -101,6 +107,10 @@ class Trainer:
                 self._save()
                 raise Interrupted(f"Stopped after round {self.progress.round} of {self.schedule.rounds}.")
         self._save()
+        if self.folder is not None:
+            shown = self.method_exhibits()
+            if shown:
+                self.folder.write_arrays("artifacts/method.npz", shown)
 
     def _start(self) -> None:
         began = time.perf_counter()
@@ -119,7 +129,10 @@ class Trainer:
         before = self._padded(before, -1)
         size = max(1, round(self.schedule.participation * self.engine.num_clients))
         cohort = self.engine.draw(rng.at("cohort"), size)
-        self.state = self.algorithm.round(self.state, self.engine, cohort, rng.at("work"))
+        # Some twenty rounds and the last one are enough for a map of the models.
+        is_mapped = number % max(1, self.schedule.rounds // _MAPPED) == 0 or number == self.schedule.rounds
+        engine = listening(self.engine, self.sketches) if is_mapped else self.engine
+        self.state = self.algorithm.round(self.state, engine, cohort, rng.at("work"))
         train = self.engine.client_seconds - worked
         server = time.perf_counter() - began - train
         self.progress.seconds["train"] += train
@@ -138,7 +151,13 @@ class Trainer:
         row["failures"] = len(self.engine.failures) - failures
         row["repairs"] = self.state.repairs[repairs:]
         totals = self.engine.ledger.totals()
-        row["bytes"] = {"down": totals["down"], "up": totals["up"]}  # so far, evaluation aside
+        # So far; evaluation is not part of it.
+        row["bytes"] = {
+            "down": totals["down"],
+            "up": totals["up"],
+            "start": totals["start"]["down"] + totals["start"]["up"],
+            "repair": totals["repair"]["down"] + totals["repair"]["up"],
+        }
         looking = time.perf_counter() - looked
         self.progress.seconds["evaluate"] += looking
         row["seconds"] = {"train": train, "server": server, "evaluate": looking}
@@ -147,10 +166,13 @@ class Trainer:
         self.progress.labels.append(labels)
         if self.folder is not None:
             self.folder.append(row)
-        if not last and time.monotonic() - self._saved_at >= self.schedule.checkpoint_every:
-            self._save()
-        if self._observer is not None:
-            self._observer(row)
+        if not last:
+            now = time.monotonic()
+            if now - self._saved_at >= self.schedule.checkpoint_every:
+                self._save()
+            elif now - self._shown_at >= max(_SHOW_EVERY, _SHOW_SHARE * self._show_took):
+                self._show()
+        self._observer.round(row)
 
     def welcome(self) -> int:
         """Let the engine take in clients that have come; to the method they are clients it has not met yet."""
@@ -177,7 +199,8 @@ class Trainer:
         self.progress.scores.append(scores)
         self.progress.score_rounds.append(number)
         honest = ~self.attack.attackers.numpy()
-        return evaluation(scores | {"samples": scores["samples"] * honest})
+        counted = scores | {"samples": scores["samples"] * honest}
+        return evaluation(counted) | {"spread": quantiles(counted)}
 
     def _honest(self, labels: NDArray[np.int64]) -> NDArray[np.int64]:
         """The labels of honest clients; attackers count as not met."""
@@ -252,8 +275,38 @@ class Trainer:
             "rows_bytes": self.folder.rows_bytes(),
         }
         self.folder.save_checkpoint(Checkpoint(self.progress.round, tensors, plain))
-        self.folder.write_array("labels.npy", labels)
+        self._show()
+
+    def _show(self) -> None:
+        """Write what others look at while the run goes on, and after it."""
+        if self.folder is None:
+            return
+        began = time.monotonic()
+        self.folder.write_array("labels.npy", np.stack(self.progress.labels))
         self.folder.write_arrays("clients.npz", self.client_arrays())
+        for name, arrays in self.exhibits().items():
+            self.folder.write_arrays(f"artifacts/{name}.npz", arrays)
+        self.folder.write_json("artifacts/failures.json", [asdict(failure) for failure in self.engine.failures])
+        self._shown_at = time.monotonic()
+        self._show_took = self._shown_at - began
+
+    def exhibits(self) -> dict[str, Arrays]:
+        """Sketches of the clients' models and pictures of clusters' members, as far as there are any."""
+        self.sketches.add_memory(self.engine, self.progress.round)
+        found = {"sketches": self.sketches.arrays()} if self.sketches.rounds.any() else {}
+        if self.schedule.keep_pictures:
+            pictures = member_pictures(self.federation.at(self.progress.round), self.progress.labels[-1])
+            found |= {} if pictures is None else {"members": pictures}
+        return found
+
+    def method_exhibits(self) -> Arrays:
+        """What the method itself has to show at the end; counted as evaluation."""
+        began = time.perf_counter()
+        self.engine.begin(self.progress.round, "evaluate")
+        shown = self.algorithm.exhibits(self.state, self.engine, self._rng.at("exhibits"))
+        self.engine.begin(self.progress.round, "round")
+        self.progress.seconds["evaluate"] += time.perf_counter() - began
+        return shown
 
     def client_arrays(self) -> dict[str, NDArray[Any]]:
         """What `clients.npz` holds: names, groups, sizes, and each client's scores by evaluation."""
@@ -278,6 +331,7 @@ class Trainer:
         assert self.folder is not None
         self.folder.cut_rows(checkpoint.plain["rows_bytes"])
         self.load(checkpoint)
+        self.sketches.load(self.folder.read_arrays("artifacts/sketches.npz"))
 
     def load(self, checkpoint: Checkpoint) -> None:
         """As `restore`, of a folder that is only read."""

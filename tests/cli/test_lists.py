@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from coterie.algorithm import algorithms
 from coterie.dataset import presets
 from coterie.models import models
+from coterie.runs import RunFolder
 from coterie.scenario import parts
 from coterie.settings import fields_of
 
+from ..report.made import make_run
 from .conftest import Command
 
 THINGS = {"algorithms": algorithms, "datasets": presets, "models": models, "scenarios": parts}
@@ -62,3 +66,35 @@ def test_settings_of_a_model_and_its_defaults(command: Command):
 )
 def test_an_unknown_list_names_the_nearest(command: Command, typed: str, meant: str):
     assert f"There is no list '{typed}'. Did you mean '{meant}'?" in command("list", typed, "--json").error
+
+
+# ---- runs ----
+
+
+def test_runs_with_state_and_progress_and_damaged_ones_with_the_reason(command: Command, tmp_path: Path):
+    make_run(tmp_path / "runs", "done", rounds=3)
+    live = make_run(tmp_path / "runs" / "compare-x", "live", rounds=2, planned=10, finished=False)
+    (make_run(tmp_path / "runs", "bad") / "config.toml").write_text("[")
+    with RunFolder.open(live).held():
+        found = {run["name"]: run for run in command("list", "runs", "--json").json}
+        shown = command("list", "runs").out
+    assert set(found) == {"done", "compare-x/live", "bad"}
+    assert (found["done"]["state"], found["done"]["rounds_done"]) == ("finished", 3)
+    live_run = found["compare-x/live"]
+    assert (live_run["state"], live_run["rounds_done"], live_run["rounds"]) == ("running", 2, 10)
+    assert live_run["seconds_left"] == pytest.approx(8 * 0.35)
+    assert found["bad"]["state"] == "damaged"
+    assert "config.toml is damaged" in found["bad"]["reason"]
+    for words in ("3 runs in runs", "compare-x/live", "running", "2/10", "0:03", "damaged"):
+        assert words in shown
+
+
+def test_runs_of_another_folder_and_none_at_all(command: Command, tmp_path: Path):
+    make_run(tmp_path / "x", "a[b]")
+    assert "a[b]" in command("list", "runs", "x").out
+    (tmp_path / "empty").mkdir()
+    assert command("list", "runs", "empty", "--json").json == []
+    assert command("list", "runs").error == "There is no folder runs."
+    (tmp_path / "file").write_text("")
+    assert command("list", "runs", "file").error == "file is a file."
+    assert command("list", "models", "x").error == "'coterie list models' takes no folder. Got 'x'."

@@ -83,6 +83,14 @@ def test_long_runs_print_some_ten_lines_and_the_last_one(monkeypatch: pytest.Mon
     assert [line.split()[2] for line in shown] == [f"{r}/95" for r in (*range(9, 95, 9), 95)]
 
 
+def test_lines_tell_how_long_it_still_takes(monkeypatch: pytest.MonkeyPatch):
+    now = iter((100.0, 100.0, 110.0, 110.0, 115.0, 115.0, 120.0))
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(now))
+    shown = progress(monkeypatch, False, 4, False, [ROW | {"round": r} for r in (1, 2, 4)]).splitlines()
+    # One round in ten seconds, so two more take twenty; the first line knows nothing yet, at the end nothing is left.
+    assert [line.partition("sizes 3 1")[2] for line in shown] == ["", "  left 0:20", ""]
+
+
 def test_without_classes_the_loss_is_shown(monkeypatch: pytest.MonkeyPatch):
     assert "loss 0.2500  sizes 3 1" in progress(monkeypatch, False, 1, False, [ROW | {"accuracy": None}])
 

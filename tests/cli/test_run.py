@@ -176,6 +176,7 @@ def test_every_flag_arrives(command: Command):
         attack="gaussian",
         attackers=0.25,
         corrupt=0.05,
+        keep_pictures=True,
     )
     assert found["algorithm"]["num_clusters"] == 2
     assert found["work"].items() >= {"steps": 3, "batch_size": 7, "lr": 0.25, "momentum": 0.5}.items()
@@ -581,6 +582,14 @@ def test_show_on_a_run_that_is_not_finished(command: Command, stopped: Path):
     assert way_out == "Go on with 'coterie resume runs/a'."
     found = command("show", stopped, "--json").json
     assert (found["finished"], found["rounds_done"], found["last"]["round"]) == (False, 3, 3)
+
+
+def test_show_on_a_run_that_is_going_on(command: Command, stopped: Path):
+    with RunFolder.open(stopped).held():
+        assert re.fullmatch(r"It is running, about 0:\d\d left\.", command("show", stopped).out.splitlines()[-1])
+        found = command("show", stopped, "--json").json
+    assert found["state"] == "running"
+    assert found["seconds_left"] >= 0
 
 
 def test_show_before_the_first_round(command: Command, stopped: Path):

@@ -21,17 +21,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.algorithm import Personal, register
 from coterie.block import Answer, Block, Models, client_step, label_counts
 from coterie.centers import CenterMethod, CenterState
+from coterie.clustering import CenterSums
 from coterie.engine import Chunk, Engine
 from coterie.errors import ConfigError
 from coterie.local import SGD
+from coterie.pictures import is_picture, to_shades
 from coterie.pseudo import class_distances, generate, probabilities, search
 from coterie.randomness import Rng
 from coterie.settings import setting
+
+_SHOWN_SAMPLES = 16  # pseudo samples of each center and class that the confusion map is a mean of
+_SHOWN_PICTURES = 3  # of them that are kept as pictures
 
 
 @client_step
@@ -80,24 +86,32 @@ class MDICFL(CenterMethod):
     prior_weight: float = setting(0.1, "pull of pseudo samples to the prior mean (lambda)", ge=0)
     prior_mean: float = setting(0.0, "mean of the inputs (mu): 0 for pixels in [-1, 1]", ge=-100, le=100)
 
+    witness_rounds: int = setting(
+        0, "rounds of training new models that judge the pseudo data at the end, as in the paper's Figs. 5 and 6", ge=0
+    )
+
     def prepare(self, state: MDICFLState, engine: Engine, rng: Rng) -> tuple[Tensor, Tensor]:
         """Pseudo data of every center [K, L, M, ...], and what each center says of its own [K, L, M, L]."""
         if not engine.task.num_classes:
             raise ConfigError("MD-ICFL makes pseudo data of classes; these data have none.")
+        x = self.pseudo_data(state, engine, rng, self.pseudo_samples)
+        return x, probabilities(engine.forward, state.centers, x)
+
+    def pseudo_data(self, state: MDICFLState, engine: Engine, rng: Rng, samples: int) -> Tensor:
+        """Pseudo data of every center: [K, L, samples, ...]."""
         make = search if self.sampler == "search" else generate
         more = {} if self.iterations is None else {"iterations": self.iterations}
-        x = make(
+        return make(
             engine.forward,
             state.centers,
             engine.task.num_classes,
             engine.task.input_shape,
             rng,
-            samples=self.pseudo_samples,
+            samples=samples,
             prior_weight=self.prior_weight,
             prior_mean=self.prior_mean,
             **more,
         )
-        return x, probabilities(engine.forward, state.centers, x)
 
     def round(self, state: MDICFLState, engine: Engine, cohort: Tensor, rng: Rng) -> MDICFLState:
         """Under weak privacy those who did not tell their label counts when they were met are asked again."""
@@ -137,6 +151,43 @@ class MDICFL(CenterMethod):
         for chunk in engine.call(label_counts, clients, rng=rng):
             counts[chunk.clients] = chunk.answer.counts.cpu()
         return replace(state, counts=counts)
+
+    def exhibits(self, state: Any, engine: Engine, rng: Rng) -> dict[str, NDArray[Any]]:
+        """Pseudo samples of the last centers (Fig. 7) and who calls them what (Figs. 5 and 6).
+
+        `told` [K, K, L, L]: what center i says, on average, of center j's samples of class k. `witness` [K, L, L]: what
+        a model says that was trained anew on the clients of cluster j; only with `witness_rounds`.
+        """
+        x = self.pseudo_data(state, engine, rng.at("pseudo"), min(self.pseudo_samples, _SHOWN_SAMPLES))
+
+        def said(models: Tensor, inputs: Tensor) -> Tensor:
+            """What models [i, P] say of inputs [L, M, ...], on average: [i, L, L]."""
+            outputs = engine.forward(models, inputs.flatten(0, 1)).softmax(-1)
+            return outputs.reshape(len(models), *inputs.shape[:2], -1).mean(2)
+
+        found = {"told": torch.stack([said(state.centers, own) for own in x]).float().cpu().numpy()}
+        if is_picture(x.shape[3:]):
+            found["pseudo"] = to_shades(x[:, :, :_SHOWN_PICTURES])
+        if self.witness_rounds:
+            new = self._witnesses(state, engine, rng.at("witness"))
+            judged = [said(new[j : j + 1], own)[0] for j, own in enumerate(x)]
+            found["witness"] = torch.stack(judged).float().cpu().numpy()
+        return found
+
+    def _witnesses(self, state: Any, engine: Engine, rng: Rng) -> Tensor:
+        """A new model for each cluster, trained by its members from random weights: [K, P]."""
+        drawn = [engine.task.draw(rng.at("model", k)) for k in range(self.num_clusters)]
+        models = torch.stack(drawn).to(engine.device, engine.dtype)
+        members = (state.labels >= 0).nonzero().flatten()
+        for lap in range(self.witness_rounds):
+            sums = CenterSums(self.num_clusters, like=models)
+            where = state.labels[members]
+            for chunk in engine.call(
+                train_only, members, models=models, refs=where, work=self.work(engine), rng=rng.at(lap)
+            ):
+                sums.add(chunk.answer.params, state.labels[chunk.clients])
+            models = sums.means(keep=models)
+        return models
 
     def _without_clients(self, state: Any, engine: Engine) -> Any:
         """Newcomers have told nothing yet."""

@@ -12,6 +12,7 @@ from coterie.cli import run as flags_of
 from coterie.cli.table import Case, finish, make_root, rows_of, run_cases
 from coterie.config import apply_set, merge, read_tables, resolve_each
 from coterie.errors import ConfigError
+from coterie.tracking import trackers
 
 DEFAULT = ("local", "fedavg", "ifca", "fesem")
 ALL = "all"
@@ -48,6 +49,7 @@ def compare(
     set_: flags_of.SetFlag = None,
     evaluate_every: flags_of.EvaluateFlag = None,
     checkpoint_every: flags_of.CheckpointFlag = None,
+    track: flags_of.TrackFlag = None,
     json_: flags_of.JsonFlag = False,
     quiet: flags_of.QuietFlag = False,
 ) -> None:
@@ -57,6 +59,7 @@ def compare(
     start and repairs included), bytes down and up, bytes of the start, seconds.
     """
     flags = {key: value for key, value in locals().items() if key not in ("algorithm", "seeds")}
+    trackers(track)  # one that is missing is refused before anything runs
     layers = merge(read_tables(config) if config else {}, flags_of.flags_to_tables(flags))
     tables = apply_set(layers, set_ or [])
     # Everything is resolved and checked before anything runs: a bad name or number costs nothing.
@@ -67,7 +70,7 @@ def compare(
         case.experiment.algorithm.check(len(federation))
     data = cases[0].experiment.dataset
     root = make_root(out, name, f"compare-{Path(data).stem}")
-    summaries = run_cases(cases, federation, root, quiet or json_)
+    summaries = run_cases(cases, federation, root, quiet or json_, track)
     finish(rows_of(cases, summaries), summaries, root, data, json_)
 
 

@@ -232,7 +232,7 @@ p { color: var(--dim); max-width: 46rem; }
 table { border-collapse: collapse; }
 th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top;
   overflow-wrap: anywhere; }
-th { font-weight: normal; color: var(--dim); } td.number, th.number { text-align: right; }
+th { font-weight: normal; color: var(--dim); overflow-wrap: normal; } td.number, th.number { text-align: right; }
 .wide { overflow-x: auto; } .wide img { display: block; width: 100%; min-width: 38rem; max-width: 72rem; height: auto; }
 .wide td, .wide th { overflow-wrap: normal; white-space: nowrap; }
 summary { cursor: pointer; }

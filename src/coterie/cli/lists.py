@@ -1,19 +1,22 @@
-"""`coterie list algorithms|datasets|models|...`."""
+"""`coterie list algorithms|datasets|models|...|runs`."""
 
 from __future__ import annotations
 
 import inspect
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from coterie.algorithm import algorithms
-from coterie.cli.output import stdout
+from coterie.cli.output import clock, number, percent, stdout
 from coterie.dataset import presets
-from coterie.errors import UnknownName
+from coterie.errors import ConfigError, RunError, UnknownName
 from coterie.models import model_settings, models
+from coterie.report.data import find_runs, read_run
 from coterie.scenario import parts
 from coterie.settings import fields_of
 
@@ -53,12 +56,18 @@ _THINGS = {"algorithms": _algorithms, "datasets": _datasets, "models": _models, 
 
 
 def list_things(
-    what: Annotated[str, typer.Argument(help="algorithms, datasets, models or scenarios.")],
+    what: Annotated[str, typer.Argument(help="algorithms, datasets, models, scenarios or runs.")],
+    folder: Annotated[Path | None, typer.Argument(help="With 'runs': their folder; by default 'runs'.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False,
 ) -> None:
     """List what there is."""
+    if what == "runs":
+        list_runs(Path("runs") if folder is None else folder, json_)
+        return
     if what not in _THINGS:
-        raise UnknownName("list", what, _THINGS)
+        raise UnknownName("list", what, (*_THINGS, "runs"))
+    if folder is not None:
+        raise ConfigError(f"'coterie list {what}' takes no folder. Got '{folder}'.")
     found = _THINGS[what]()
     if json_:
         print(json.dumps(found))
@@ -76,3 +85,55 @@ def list_things(
             names = [f"scenario {item['scenario']}", f"model {item['model']}"]
         table.add_row(item["name"], about, ", ".join(names))
     stdout().print(table)
+
+
+def list_runs(folder: Path, json_: bool) -> None:
+    """The runs of a folder with state and progress; damaged ones with the reason."""
+    if not folder.is_dir():
+        raise ConfigError(f"There is no folder {folder}." if not folder.exists() else f"{folder} is a file.")
+    rows = [run_row(name, path) for name, path in find_runs(folder)]
+    if json_:
+        print(json.dumps(rows))
+        return
+    table = Table(title=f"{len(rows)} runs in {folder}", title_justify="left")
+    table.add_column("run", style="bold", overflow="fold")
+    for column in ("state", "rounds", "method", "data", "seed", "accuracy", "5 worst", "ARI", "left"):
+        table.add_column(column, justify="left" if column in ("state", "method", "data") else "right")
+    for row in rows:
+        if row["state"] == "damaged":
+            table.add_row(escape(row["name"]), "damaged", "", escape(row["reason"]))
+            continue
+        left = "" if row["seconds_left"] is None else clock(row["seconds_left"])
+        table.add_row(
+            escape(row["name"]),
+            row["state"],
+            f"{row['rounds_done']}/{row['rounds']}",
+            escape(row["algorithm"]),
+            escape(row["dataset"]),
+            str(row["seed"]),
+            percent(row["accuracy"]),
+            percent(row["bottom5"]),
+            number(row["ari"]),
+            left,
+        )
+    stdout().print(table)
+
+
+def run_row(name: str, path: Path) -> dict[str, Any]:
+    """One run of the list, as --json prints it."""
+    try:
+        run = read_run(path, whole=False)
+    except RunError as error:
+        return {"name": name, "path": str(path), "state": "damaged", "reason": str(error)}
+    return {
+        "name": name,
+        "path": str(path),
+        "state": run.state,
+        "algorithm": run.algorithm,
+        "dataset": run.dataset,
+        "seed": run.seed,
+        "rounds_done": run.done,
+        "rounds": run.planned,
+        **{key: run.last(key) for key in ("accuracy", "bottom5", "f1", "loss", "ari")},
+        "seconds_left": run.seconds_left,
+    }

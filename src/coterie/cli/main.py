@@ -8,7 +8,7 @@ import click
 import typer
 from rich.console import Console
 
-from coterie.cli import bench, choose, compare, data, data_show, deploy, lists, onboard, run, sweep
+from coterie.cli import bench, choose, compare, data, data_show, deploy, lists, onboard, report, run, sweep, ui
 from coterie.errors import CoterieError
 
 app = typer.Typer(
@@ -27,6 +27,8 @@ app.command("sweep")(sweep.sweep)
 app.command("choose-k")(choose.choose)
 app.command("onboard")(onboard.onboard)
 app.command("export")(onboard.export)
+app.command("report")(report.report)
+app.command("ui")(ui.ui)
 app.command("list")(lists.list_things)
 data.data_app.command("show")(data_show.show)
 app.add_typer(data.data_app, name="data")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from coterie.train import Row
+from coterie.observers import Row
 
 _SHOWN_SIZES = 8
 _WIDTH = 140  # of tables where there is no terminal
@@ -59,6 +60,17 @@ def megabytes(count: int) -> str:
     raise AssertionError
 
 
+def clock(seconds: float) -> str:
+    """A duration in words of a clock.
+
+    >>> clock(5.2), clock(75), clock(3725)
+    ('0:05', '1:15', '1:02:05')
+    """
+    whole = round(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 class RoundProgress:
     """Shows a row of each round: a bar on a terminal, some lines elsewhere, nothing when quiet."""
 
@@ -67,6 +79,7 @@ class RoundProgress:
         self._every = max(1, rounds // lines)  # where there is no terminal
         self._console = stderr()
         self._bar: Progress | None = None
+        self._began: tuple[int, float] | None = None  # the first round that was seen, and when
         self._task: Any = None
 
     def __enter__(self) -> RoundProgress:
@@ -92,10 +105,18 @@ class RoundProgress:
     def __call__(self, row: Row) -> None:
         """Take in one round."""
         numbers = self._numbers(row)
+        self._began = self._began or (row["round"], time.monotonic())
         if self._bar is not None:
             self._bar.update(self._task, completed=row["round"], numbers=numbers)
         elif not self._quiet and (row["round"] % self._every == 0 or row["round"] == self._rounds):
-            self._console.print(f"{self._label}: round {row['round']}/{self._rounds}  {numbers}")
+            self._console.print(f"{self._label}: round {row['round']}/{self._rounds}  {numbers}{self._left(row)}")
+
+    def _left(self, row: Row) -> str:
+        """How long it still takes, by the rounds since the first that was seen."""
+        assert self._began is not None
+        done, spent = row["round"] - self._began[0], time.monotonic() - self._began[1]
+        left = self._rounds - row["round"]
+        return f"  left {clock(spent / done * left)}" if done and left else ""
 
     @staticmethod
     def _numbers(row: Row) -> str:

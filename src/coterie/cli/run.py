@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,10 +12,13 @@ import typer
 
 from coterie.api import Setup, execute
 from coterie.choose_k import Choice, choose_k
-from coterie.cli.output import RoundProgress, stderr, stdout, stop_on_ctrl_c, summary_table
+from coterie.cli.output import RoundProgress, clock, stderr, stdout, stop_on_ctrl_c, summary_table
 from coterie.config import Experiment, Tables, apply_set, merge, read_tables, resolve
 from coterie.errors import ConfigError, Interrupted, RunError
+from coterie.observers import Observer, Several
+from coterie.report.data import read_run
 from coterie.runs import RunFolder
+from coterie.tracking import trackers
 
 AUTO = "auto"  # number of clusters: choose it before the run
 
@@ -53,6 +57,9 @@ SetFlag = Annotated[
 EvaluateFlag = Annotated[Text, typer.Option("--evaluate-every", help="Evaluate every so many rounds.")]
 CheckpointFlag = Annotated[Text, typer.Option("--checkpoint-every", help="Seconds between checkpoints; 0: each round.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
+TrackFlag = Annotated[
+    list[str] | None, typer.Option("--track", help="Also write to 'tensorboard' or 'mlflow'; give it several times.")
+]
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 
@@ -166,25 +173,29 @@ def run(
     set_: SetFlag = None,
     evaluate_every: EvaluateFlag = None,
     checkpoint_every: CheckpointFlag = None,
+    track: TrackFlag = None,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Train one method on one dataset. Defaults need no network: fesem on rotated-digits."""
     flags = dict(locals())
+    also = trackers(track, _say_always)
     experiment, setup, choice = with_chosen_k(tables_of(flags, config, set_), quiet or json_)
     folder = RunFolder.create(out, name, setup.default_name, experiment.tables())
     if choice is not None:
         folder.write_json("artifacts/choose-k.json", choice.to_dict())
     _say(_opening(experiment, setup), quiet or json_)
-    carry_through(setup, folder, experiment.notes, json_, quiet)
+    carry_through(setup, folder, experiment.notes, json_, quiet, also)
 
 
 def resume(
     path: Annotated[Path, typer.Argument(help="The run folder.")],
+    track: TrackFlag = None,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Go on with a run that was stopped; a finished one says so."""
+    also = trackers(track, _say_always)
     folder = RunFolder.open(path)
     summary = folder.summary()
     if summary is not None:
@@ -197,10 +208,12 @@ def resume(
         raise RunError(f"{path} was started from Python with objects of its own; resume it from there.")
     with folder.held():
         experiment = resolve(tables)
-        carry_through(Setup.of(experiment), folder, experiment.notes, json_, quiet)
+        carry_through(Setup.of(experiment), folder, experiment.notes, json_, quiet, also)
 
 
-def carry_through(setup: Setup, folder: RunFolder, notes: list[str], json_: bool, quiet: bool) -> None:
+def carry_through(
+    setup: Setup, folder: RunFolder, notes: list[str], json_: bool, quiet: bool, also: Sequence[Observer] = ()
+) -> None:
     """Run or go on to the end, with progress, Ctrl-C, and the result printed."""
     hidden = quiet or json_
     for note in notes:
@@ -210,7 +223,7 @@ def carry_through(setup: Setup, folder: RunFolder, notes: list[str], json_: bool
             RoundProgress(setup.schedule.rounds, setup.algorithm_name, hidden) as progress,
             stop_on_ctrl_c(hidden) as pressed,
         ):
-            result = execute(setup, folder, progress, pressed)
+            result = execute(setup, folder, Several([progress, *also]), pressed)
     except (Interrupted, KeyboardInterrupt) as error:
         said = str(error) or "Stopped at once; rounds since the last checkpoint will be done again."
         raise Interrupted(f"{said} Go on with 'coterie resume {folder.path}'.") from None
@@ -225,15 +238,21 @@ def show(path: Annotated[Path, typer.Argument(help="The run folder.")], json_: J
         _print_summary(summary, json_)
         return
     rows, settings = folder.rows(), folder.config()["run"]
+    run = read_run(path, whole=False)
     if json_:
         last = rows[-1] if rows else None
-        print(json.dumps({"path": str(path), "finished": False, "rounds_done": len(rows), "last": last}))
+        told = {"path": str(path), "finished": False, "state": run.state, "seconds_left": run.seconds_left}
+        print(json.dumps({**told, "rounds_done": len(rows), "last": last}))
         return
     what = f"{settings['algorithm']} on {settings['dataset']}"
     print(f"{path}: {what}, not finished: round {len(rows)} of {settings['rounds']}.")
     if rows:
         print(RoundProgress._numbers(rows[-1]))
-    print(f"Go on with 'coterie resume {path}'.")
+    if run.state == "running":
+        left = "" if run.seconds_left is None else f", about {clock(run.seconds_left)} left"
+        print(f"It is running{left}.")
+    else:
+        print(f"Go on with 'coterie resume {path}'.")
 
 
 def _opening(experiment: Experiment, setup: Setup) -> str:
@@ -252,6 +271,11 @@ def _opening(experiment: Experiment, setup: Setup) -> str:
 
 def _settings(values: dict[str, Any]) -> str:
     return "" if not values else "(" + ", ".join(f"{k}={v}" for k, v in values.items()) + ")"
+
+
+def _say_always(text: str) -> None:
+    """What must be known even of a quiet run."""
+    stderr().print(text, soft_wrap=True, markup=False)
 
 
 def _say(text: str, hidden: bool) -> None:

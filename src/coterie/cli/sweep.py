@@ -13,6 +13,7 @@ from coterie.cli.compare import names_of, seeds_of
 from coterie.cli.table import Case, finish, make_root, rows_of, run_cases
 from coterie.config import apply_set, merge, read_tables, resolve_each
 from coterie.errors import ConfigError
+from coterie.tracking import trackers
 
 
 def sweep(
@@ -50,6 +51,7 @@ def sweep(
     set_: flags_of.SetFlag = None,
     evaluate_every: flags_of.EvaluateFlag = None,
     checkpoint_every: flags_of.CheckpointFlag = None,
+    track: flags_of.TrackFlag = None,
     json_: flags_of.JsonFlag = False,
     quiet: flags_of.QuietFlag = False,
 ) -> None:
@@ -59,6 +61,7 @@ def sweep(
     A method that does not have a field of its own that is swept has one row.
     """
     flags = {key: value for key, value in locals().items() if key not in ("algorithm", "seeds", "grid")}
+    trackers(track)  # one that is missing is refused before anything runs
     axes = [parse_axis(text) for text in grid or []]
     if not axes:
         raise ConfigError("sweep needs a --grid, such as --grid algorithm.num_clusters=2,4,8.")
@@ -79,7 +82,7 @@ def sweep(
     data = cases[0].experiment.dataset
     federation = cases[0].experiment.federation()  # others of the grid are read when their turn comes
     root = make_root(out, name, f"sweep-{Path(data).stem}")
-    summaries = run_cases(cases, federation, root, quiet or json_)
+    summaries = run_cases(cases, federation, root, quiet or json_, track)
     finish(rows_of(cases, summaries), summaries, root, data, json_)
 
 

@@ -18,7 +18,9 @@ from coterie.cli.output import RoundProgress, megabytes, stderr, stdout, stop_on
 from coterie.config import Experiment
 from coterie.errors import CoterieError, Interrupted
 from coterie.federation import Federation
+from coterie.observers import Several
 from coterie.runs import RunFolder
+from coterie.tracking import trackers
 
 Summary = dict[str, Any]
 Row = dict[str, Any]
@@ -46,7 +48,9 @@ class Case:
         return repr((run, tables["dataset"], tables["scenario"], schedule.seed))
 
 
-def run_cases(cases: list[Case], first: Federation, root: Path, hidden: bool) -> list[Summary]:
+def run_cases(
+    cases: list[Case], first: Federation, root: Path, hidden: bool, track: list[str] | None = None
+) -> list[Summary]:
     """Run one after the other, on shared federations; their summaries. `root` gets a run folder of each.
 
     `first` is the federation of the first case: it is read before `root` is made, so that bad data leave nothing.
@@ -64,7 +68,9 @@ def run_cases(cases: list[Case], first: Federation, root: Path, hidden: bool) ->
                 what = " ".join(value if key == "method" else f"{key}={value}" for key, value in case.labels)
                 label = f"{what} seed {setup.schedule.seed}"
                 with RoundProgress(setup.schedule.rounds, label, hidden, lines=1) as progress:
-                    summaries.append(execute(setup, folder, progress, pressed).summary)
+                    summaries.append(
+                        execute(setup, folder, Several([progress, *trackers(track, _say)]), pressed).summary
+                    )
     except (Interrupted, KeyboardInterrupt):
         going = f"; the one that was running goes on with 'coterie resume {folder.path}'" if folder else ""
         raise Interrupted(f"Stopped; finished runs are in {root}{going}.") from None
@@ -73,6 +79,10 @@ def run_cases(cases: list[Case], first: Federation, root: Path, hidden: bool) ->
             root.rmdir()  # goes only if no run is in it
         raise
     return summaries
+
+
+def _say(text: str) -> None:
+    stderr().print(text, soft_wrap=True, markup=False)
 
 
 def make_root(out: Path, name: str | None, default: str) -> Path:
@@ -148,6 +158,7 @@ def finish(rows: list[Row], summaries: list[Summary], root: Path, title: str, js
     console = stdout()
     console.print(as_table(rows, f"{title}, {first['clients']} clients", console.width))
     stderr().print(f"run folders: {root}", soft_wrap=True)
+    stderr().print(f"a page of them: coterie report {root}", soft_wrap=True)
 
 
 def _flat(row: Row, prefix: str = "") -> dict[str, Any]:

@@ -1,14 +1,8 @@
-"""Pictures, as functions that return matplotlib Figures: `label_bubbles(federation).savefig("labels.png")`.
-
-Matplotlib is the optional extra `report` and is imported when a picture is made. Figures are made without
-pyplot, so nothing global is touched and no window is opened. Colours are Okabe and Ito's, which
-colour-blind people can tell apart (Wong, "Points of view: Color blindness", Nature Methods 2011).
-"""
+"""Pictures of a federation, before anything is trained, and of the choice of K."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.errors import DataError, MissingExtra
+from coterie.errors import DataError
 from coterie.federation import Federation, Split
+from coterie.pictures import black_and_white, is_picture, picture, spread_evenly
+from coterie.plots.style import DARK, LIGHT, Theme, colour, ink_axes, ink_legend, panel, round_sizes, ticks, write_title
 from coterie.transforms import View
 
 if TYPE_CHECKING:
@@ -28,34 +24,12 @@ if TYPE_CHECKING:
 
 Counts = NDArray[np.int64]
 
-# Yellow and grey come last: they stand out least.
-OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999")
-
 MOST_BUBBLES = 120  # clients; more are drawn as a heat map
 _MOST_ROWS, _MOST_COLUMNS = 12, 20  # of sample pictures
 _MOST_MEMBERS = 200  # clients of a group that its pictures are chosen from
 _MOST_NAMES = 40  # clients that are named on an axis
 _MOST_SLICES = 1500  # columns of a heat map: as many as it has pixels
 _FILL = 0.94  # of a cell: the diameter of the largest bubble
-
-
-@dataclass(frozen=True)
-class Theme:
-    """Colours of what is not data."""
-
-    paper: str
-    ink: str
-    faint: str
-    shades: str  # colour map whose low end is near the paper
-
-
-LIGHT = Theme(paper="#ffffff", ink="#222222", faint="#d8d8d8", shades="Blues")
-DARK = Theme(paper="#17191c", ink="#e4e4e4", faint="#44484d", shades="cividis")
-
-
-def colour(position: int) -> str:
-    """The colour of the group at this position; beyond eight they come again."""
-    return OKABE_ITO[position % len(OKABE_ITO)]
 
 
 # ---- what is counted ----
@@ -132,13 +106,14 @@ def label_bubbles(federation: Federation, *, dark: bool = False) -> Figure:
     titles = [names[group] for group in sorted(names)]
     theme = DARK if dark else LIGHT
     if len(counts) > MOST_BUBBLES:
-        return _heat_map(counts, groups, titles, theme)
-    return _bubbles(counts, groups, titles, federation.names, theme)
+        return draw_heat_map(counts, groups, titles, theme)
+    return draw_bubbles(counts, groups, titles, federation.names, theme)
 
 
-def _bubbles(
+def draw_bubbles(
     counts: Counts, groups: NDArray[np.int64], titles: Sequence[str], names: Sequence[str], theme: Theme
 ) -> Figure:
+    """A bubble for each class [L] of each client [N]; groups are positions in `titles`."""
     order = np.argsort(groups, kind="stable")
     counts, groups = counts[order], groups[order]
     clients, classes = counts.shape
@@ -147,7 +122,7 @@ def _bubbles(
     room = max(wide * clients, 3.6)
     named = clients <= _MOST_NAMES
     below = 0.25 + 0.07 * min(14, max(len(name) for name in names)) if named else 0.6
-    figure, axes = _panel(room, max(high * classes, 1.2), (0.7, 1.1, _above(titles), below), theme)
+    figure, axes = panel(room, max(high * classes, 1.2), (0.7, 1.1, _above(titles), below), theme)
 
     client, label = np.nonzero(counts)
     largest = max(1, int(counts.max()))
@@ -164,17 +139,17 @@ def _bubbles(
         gid="bubbles",
     )
     axes.set(xlim=(-0.5, clients - 0.5), ylim=(-0.5, classes - 0.5), ylabel="class")
-    axes.set_yticks(_ticks(classes, 30 if high > 0.15 else 12))
+    axes.set_yticks(ticks(classes, 30 if high > 0.15 else 12))
     if named:
         short = [name if len(name) <= 14 else f"{name[:6]}…{name[-7:]}" for name in (names[i] for i in order)]
         axes.set_xticks(range(clients), short, rotation=90, fontsize=7, parse_math=False)
     else:
-        axes.set_xticks(_ticks(clients, 20))
+        axes.set_xticks(ticks(clients, 20))
         axes.set_xlabel("client" + (", by group" if titles else ""), color=theme.ink)
     axes.grid(color=theme.faint, linewidth=0.4, zorder=0)
     axes.set_axisbelow(True)
     _mark_groups(axes, groups, titles, room, theme)
-    for size in _round_sizes(largest):
+    for size in round_sizes(largest):
         axes.scatter([], [], s=full**2 * size / largest, c=theme.ink, linewidths=0, label=f"{size:,}")
     legend = axes.legend(
         title="samples",
@@ -186,9 +161,9 @@ def _bubbles(
         labelspacing=max(0.5, full / 8 - 0.6),  # in heights of a letter, 8 points: bubbles must not touch
         borderpad=0.2,
     )
-    _ink_legend(legend, theme)
+    ink_legend(legend, theme)
     what = f"{clients:,} clients, {int(counts.sum()):,} samples: who holds which classes"
-    _title(figure, what, theme)
+    write_title(figure, what, theme)
     return figure
 
 
@@ -207,14 +182,15 @@ def _roomy(diameters: NDArray[np.float64]) -> float:
     return float(np.clip(1 / np.quantile(between[between > 0], 0.97), 1.0, 2.2))
 
 
-def _heat_map(counts: Counts, groups: NDArray[np.int64], titles: Sequence[str], theme: Theme) -> Figure:
+def draw_heat_map(counts: Counts, groups: NDArray[np.int64], titles: Sequence[str], theme: Theme) -> Figure:
+    """The share of each class at each client, narrowed to as many columns as there are pixels."""
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     # Within a group by the class a client has most of: unordered, thousands of columns would be noise.
     order = np.lexsort((-shares.max(axis=1), shares.argmax(axis=1), groups))
     shares, groups = shares[order], groups[order]
     clients, classes = shares.shape
     room, tall = 10.0, float(np.clip(0.3 * classes, 2.4, 7.0))
-    figure, axes = _panel(room, tall, (0.7, 1.25, _above(titles), 0.6), theme)
+    figure, axes = panel(room, tall, (0.7, 1.25, _above(titles), 0.6), theme)
     # A few clients with a single class would leave all others pale.
     top = max(float(np.quantile(shares[shares > 0], 0.98)) if shares.any() else 1.0, 1.0 / classes)
     image = axes.imshow(
@@ -230,16 +206,18 @@ def _heat_map(counts: Counts, groups: NDArray[np.int64], titles: Sequence[str], 
     )
     axes.set(xlim=(-0.5, clients - 0.5), ylim=(-0.5, classes - 0.5), ylabel="class")
     axes.set_xlabel("client, by group, then by most frequent class" if titles else "client, by most frequent class")
-    axes.set_yticks(_ticks(classes, 20))
-    axes.set_xticks(_ticks(clients, 10))
+    axes.set_yticks(ticks(classes, 20))
+    axes.set_xticks(ticks(clients, 10))
     _mark_groups(axes, groups, titles, room, theme)
     width, height = figure.get_size_inches()
     beside = figure.add_axes((1 - 1.05 / width, 0.6 / height, 0.14 / width, tall / height))
     bar = figure.colorbar(image, cax=beside, extend="max" if float(shares.max()) > top else "neither")
     bar.ax.set_title("share", fontsize=8, color=theme.ink)
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    _ink(bar.ax, theme)
-    _title(figure, f"{clients:,} clients, {int(counts.sum()):,} samples: share of each class at each client", theme)
+    ink_axes(bar.ax, theme)
+    write_title(
+        figure, f"{clients:,} clients, {int(counts.sum()):,} samples: share of each class at each client", theme
+    )
     return figure
 
 
@@ -301,8 +279,7 @@ def _band(left: float, width: float, bottom: float, height: float, fill: str, ax
 
 def is_pictures(federation: Federation) -> bool:
     """Whether a sample can be shown as a picture: [1 or 3, H, W]."""
-    shape = federation.input_shape
-    return len(shape) == 3 and shape[0] in (1, 3) and min(shape[1:]) > 1
+    return is_picture(federation.input_shape)
 
 
 def group_samples(federation: Federation, *, dark: bool = False) -> Figure:
@@ -315,19 +292,19 @@ def group_samples(federation: Federation, *, dark: bool = False) -> Figure:
         raise DataError(f"Samples of {federation.name} are {federation.input_shape}: only pictures can be shown.")
     theme = DARK if dark else LIGHT
     rows = _picture_rows(federation)
-    classes = _spread(max(1, federation.num_classes), _MOST_COLUMNS)
+    classes = spread_evenly(max(1, federation.num_classes), _MOST_COLUMNS)
     each = max(1, min(5, 10 // len(classes)))
     tiles: dict[tuple[int, int], NDArray[np.float64]] = {}  # (row, column) -> [H, W, 3]
     for row, (_, members) in enumerate(rows):
         for column, tile in _row_of_pictures(federation, members, classes, each).items():
             tiles[row, column] = tile
-    low, high = _range(federation, tiles.values())
+    low, high = black_and_white(federation, tiles.values())
     tiles = {cell: np.clip((tile - low) / (high - low), 0, 1) for cell, tile in tiles.items()}
 
     size = float(np.clip(9.0 / (each * len(classes)), 0.45, 0.75))  # inches of a picture
     left = 0.35 + 0.085 * min(24, max(len(title) for title, _ in rows))
     columns = each * len(classes)
-    figure, axes = _panel(size * columns, size * len(rows), (left, 0.2, 0.7, 0.15), theme)
+    figure, axes = panel(size * columns, size * len(rows), (left, 0.2, 0.7, 0.15), theme)
     axes.imshow(_mosaic(tiles, len(rows), columns, federation.input_shape, theme), gid="pictures")
     high_px, wide_px = (extent + _gap(extent) for extent in federation.input_shape[1:])
     axes.set_yticks(
@@ -353,16 +330,16 @@ def group_samples(federation: Federation, *, dark: bool = False) -> Figure:
         axes.tick_params(axis="y", pad=10)
     shown = "" if len(classes) >= federation.num_classes else f" ({len(classes)} of {federation.num_classes} classes)"
     who = "group" if federation.groups is not None else "client"
-    _title(figure, f"what each {who} sees, by class{shown}", theme)
+    write_title(figure, f"what each {who} sees, by class{shown}", theme)
     return figure
 
 
 def _picture_rows(federation: Federation) -> list[tuple[str, NDArray[np.int64]]]:
     """What each row is called, and the clients its pictures come from."""
     if federation.groups is None:
-        return [(federation.names[i], np.array([i])) for i in _spread(len(federation), 6)]
+        return [(federation.names[i], np.array([i])) for i in spread_evenly(len(federation), 6)]
     names, groups = group_names(federation), federation.groups.numpy()
-    some = [sorted(names)[i] for i in _spread(len(names), _MOST_ROWS)]
+    some = [sorted(names)[i] for i in spread_evenly(len(names), _MOST_ROWS)]
     return [(names[group], np.flatnonzero(groups == group)) for group in some]
 
 
@@ -375,7 +352,7 @@ def _row_of_pictures(
     federation: Federation, members: NDArray[np.int64], classes: Sequence[int], each: int
 ) -> dict[int, NDArray[np.float64]]:
     """Pictures of one row by column; classes that nobody there holds are left out."""
-    members = members[_spread(len(members), _MOST_MEMBERS)]
+    members = members[spread_evenly(len(members), _MOST_MEMBERS)]
     split, views = federation.train, federation.view_of(torch.from_numpy(members)).numpy()
     rows, owner = _rows_of(split, split.shard.numpy()[members])
     labels = np.zeros(len(rows), dtype=np.int64)
@@ -390,26 +367,8 @@ def _row_of_pictures(
         picked = order[labels[order] == label][:each]
         for number, position in enumerate(picked.tolist()):
             client = int(members[owner[position]])
-            found[column * each + number] = _picture(federation, client, rows[position : position + 1])
+            found[column * each + number] = picture(federation, client, rows[position : position + 1])
     return found
-
-
-def _picture(federation: Federation, client: int, row: Tensor) -> NDArray[np.float64]:
-    """One sample as this client sees it, back on the scale of the data: [H, W, 3]."""
-    everyone = torch.zeros(len(federation), dtype=torch.int64)
-    alone = replace(federation, train=Split(row, torch.tensor([0, 1]), everyone))
-    x = alone.samples(client)[0][0] * federation.std + federation.mean  # [C, H, W]
-    return np.moveaxis(x.expand(3, *x.shape[1:]).double().numpy(), 0, -1)
-
-
-def _range(federation: Federation, tiles: Any) -> tuple[float, float]:
-    """What is black and what is white."""
-    if federation.x.dtype == torch.uint8:
-        top = float(federation.x.max())
-        return 0.0, 255.0 if top > 127 else max(top, 1.0)  # digits go from 0 to 16
-    values = np.stack(list(tiles)) if tiles else np.zeros(1)
-    low, high = float(values.min()), float(values.max())
-    return low, high if high > low else low + 1.0
 
 
 def _mosaic(
@@ -460,18 +419,18 @@ def k_curves(choice: Choice, *, dark: bool = False) -> Figure:
         curves.append(("validation loss", [row.valid_loss for row in rows], None))
     width, height, left, right, above, below = 2.3, 1.9, 0.6, 0.25, 0.85, 0.55  # inches
     rest = right + (len(curves) - 1) * (left + width + right)
-    figure, panel = _panel(width, height, (left, rest, above, below), theme)
+    figure, axes = panel(width, height, (left, rest, above, below), theme)
     full_width, full_height = figure.get_size_inches()
     numbers = [row.clusters for row in rows]
     for position, (title, values, errors) in enumerate(curves):
         if position:
             start = left + position * (left + width + right)
             box = (start / full_width, below / full_height, width / full_width, height / full_height)
-            panel = figure.add_axes(box)
-            panel.set_facecolor(theme.paper)
-            _ink(panel, theme)
-        panel.axvline(choice.recommended, color=colour(3), linewidth=1.0, linestyle="--", gid="recommended")
-        panel.errorbar(
+            axes = figure.add_axes(box)
+            axes.set_facecolor(theme.paper)
+            ink_axes(axes, theme)
+        axes.axvline(choice.recommended, color=colour(3), linewidth=1.0, linestyle="--", gid="recommended")
+        axes.errorbar(
             numbers,
             [np.nan if value is None else value for value in values],
             yerr=None if errors is None else [error or 0.0 for error in errors],
@@ -481,83 +440,12 @@ def k_curves(choice: Choice, *, dark: bool = False) -> Figure:
             linewidth=1.4,
             capsize=2,
         )
-        panel.set_title(title, fontsize=9, color=theme.ink)
-        panel.set_xlabel("K", color=theme.ink)
-        panel.set_xticks([numbers[i] for i in _spread(len(numbers), 10)])
-        panel.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
-        panel.grid(color=theme.faint, linewidth=0.4)
-        panel.set_axisbelow(True)
+        axes.set_title(title, fontsize=9, color=theme.ink)
+        axes.set_xlabel("K", color=theme.ink)
+        axes.set_xticks([numbers[i] for i in spread_evenly(len(numbers), 10)])
+        axes.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
+        axes.grid(color=theme.faint, linewidth=0.4)
+        axes.set_axisbelow(True)
     how = f"{choice.clients:,} clients, {choice.rounds} round(s) each"
-    _title(figure, f"number of clusters: K = {choice.recommended} is recommended ({how})", theme)
+    write_title(figure, f"number of clusters: K = {choice.recommended} is recommended ({how})", theme)
     return figure
-
-
-# ---- what pictures share ----
-
-
-def _panel(
-    width: float, height: float, margins: tuple[float, float, float, float], theme: Theme
-) -> tuple[Figure, Axes]:
-    """A figure with one panel of exactly this size in inches; margins: left, right, above, below."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("Drawing a picture", "report") from error
-    left, right, above, below = margins
-    full_width, full_height = left + width + right, above + height + below
-    figure = Figure(figsize=(full_width, full_height), dpi=150, facecolor=theme.paper)
-    box = (left / full_width, below / full_height, width / full_width, height / full_height)
-    axes = figure.add_axes(box)
-    axes.set_facecolor(theme.paper)
-    _ink(axes, theme)
-    return figure, axes
-
-
-def _ink(axes: Axes, theme: Theme) -> None:
-    axes.tick_params(colors=theme.ink, labelsize=8)
-    axes.xaxis.label.set_color(theme.ink)
-    axes.yaxis.label.set_color(theme.ink)
-    for spine in axes.spines.values():
-        spine.set_color(theme.faint)
-
-
-def _ink_legend(legend: Any, theme: Theme) -> None:
-    legend.get_title().set_color(theme.ink)
-    for text in legend.get_texts():
-        text.set_color(theme.ink)
-
-
-def _title(figure: Figure, text: str, theme: Theme) -> None:
-    height = figure.get_size_inches()[1]
-    figure.text(0.12 / figure.get_size_inches()[0], 1 - 0.12 / height, text, va="top", color=theme.ink, fontsize=10)
-
-
-def _spread(total: int, most: int) -> list[int]:
-    """All of range(total), or `most` of them, evenly.
-
-    >>> _spread(3, 5), _spread(10, 4)
-    ([0, 1, 2], [0, 3, 6, 9])
-    """
-    return list(range(total)) if total <= most else [round(i * (total - 1) / (most - 1)) for i in range(most)]
-
-
-def _ticks(total: int, most: int) -> list[int]:
-    """Round numbers below `total`, at most about `most` of them.
-
-    >>> _ticks(10, 30), _ticks(62, 12)
-    ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 10, 20, 30, 40, 50, 60])
-    """
-    steps = (m * 10**e for e in range(9) for m in (1, 2, 5))
-    step = next(step for step in steps if total <= most * step)
-    return list(range(0, total, step))
-
-
-def _round_sizes(largest: int) -> list[int]:
-    """Up to three sizes for the legend: the largest round number within the data, and smaller ones.
-
-    >>> _round_sizes(137), _round_sizes(5), _round_sizes(1)
-    ([100, 50, 10], [5, 2, 1], [1])
-    """
-    rounds = [m * 10**e for e in range(12) for m in (1, 2, 5)]
-    top = max(size for size in rounds if size <= largest)
-    return sorted({top, max(size for size in rounds if size <= max(1, top // 2)), max(1, top // 10)}, reverse=True)

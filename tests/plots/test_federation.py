@@ -22,7 +22,7 @@ from coterie.errors import DataError, MissingExtra
 from coterie.federation import Federation, Split
 from coterie.transforms import Rotate, SwapLabels
 
-from .helpers import ragged_federation
+from ..helpers import ragged_federation
 
 
 def rotated_digits(clients: int = 8) -> Federation:
@@ -180,7 +180,7 @@ def test_more_clients_than_bubbles_can_show_are_a_heat_map_of_shares():
 
 def test_thousands_of_clients_are_averaged_into_the_pixels_there_are():
     shares = np.random.default_rng(0).random((3550, 4))
-    narrow = plots._narrowed(shares, 1000)
+    narrow = plots.federation._narrowed(shares, 1000)
     assert narrow.shape == (1000, 4)
     assert narrow[0] == pytest.approx(shares[:3].mean(0))
     assert narrow[-1] == pytest.approx(shares[999 * 3550 // 1000 :].mean(0))
@@ -217,7 +217,7 @@ def test_a_federation_of_the_size_of_femnist_is_counted_and_drawn_in_seconds():
 
 def tile(figure: Figure, federation: Federation, row: int, column: int) -> Any:
     high, wide = federation.input_shape[1:]
-    gap_y, gap_x = plots._gap(high), plots._gap(wide)
+    gap_y, gap_x = plots.federation._gap(high), plots.federation._gap(wide)
     top, left = row * (high + gap_y) + gap_y // 2, column * (wide + gap_x) + gap_x // 2
     return np.asarray(image(figure, "pictures").get_array())[top : top + high, left : left + wide]
 

@@ -1,0 +1,81 @@
+"""Who moved where: clusters by round, few enough of both to be seen."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+MOST_CLUSTERS = 12  # that are told apart; the smallest of more are taken together
+MOST_COLUMNS = 10  # rounds that are shown of a flow
+NOT_MET, OTHERS = -1, -2  # labels beside the clusters' own
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Clients between clusters, from column to column."""
+
+    rounds: list[int]  # of each column; 0 is the start
+    nodes: list[list[tuple[int, int]]]  # of each column: cluster, clients
+    links: list[list[tuple[int, int, int]]]  # between columns: from, to, clients
+
+
+def shown_clusters(sizes: list[list[int]]) -> list[int]:
+    """The clusters that are told apart: all, or the largest over all rounds; in order of their numbers.
+
+    >>> shown_clusters([[3, 1], [2, 1, 1]])
+    [0, 1, 2]
+    """
+    count = max((len(row) for row in sizes), default=0)
+    total = np.zeros(count)
+    for row in sizes:
+        total[: len(row)] += row
+    if count <= MOST_CLUSTERS:
+        return list(range(count))
+    largest = np.argsort(-total, kind="stable")[: MOST_CLUSTERS - 1]
+    return sorted(int(number) for number in largest)
+
+
+def is_alone(sizes: list[list[int]]) -> bool:
+    """Whether every client is a cluster of its own: there is nothing to see then."""
+    return bool(sizes) and len(sizes[-1]) > MOST_CLUSTERS and max(sizes[-1]) <= 1
+
+
+def flow_of(labels: Ints, shown: list[int]) -> Flow:
+    """The flow of clients by their labels [S, N] after the start and each round.
+
+    Columns are the start, the last round, and between them rounds that cut the moves into equal parts, so that they
+    stand where things happen.
+
+    >>> flow_of(np.array([[0, 0, 1], [0, 1, 1], [0, 1, 1]]), [0, 1])
+    Flow(rounds=[0, 1, 2], nodes=[[(0, 2), (1, 1)], [(0, 1), (1, 2)], [(0, 1), (1, 2)]], \
+links=[[(0, 0, 1), (0, 1, 1), (1, 1, 1)], [(0, 0, 1), (1, 1, 2)]])
+    """
+    known = np.isin(labels, [*shown, NOT_MET])
+    seen = np.where(known, labels, OTHERS)
+    columns = _columns((seen[1:] != seen[:-1]).sum(1))
+    nodes = [[(int(k), int(n)) for k, n in zip(*np.unique(seen[c], return_counts=True), strict=True)] for c in columns]
+    links = []
+    for one, other in itertools.pairwise(columns):
+        pairs, counts = np.unique(np.stack([seen[one], seen[other]], axis=1), axis=0, return_counts=True)
+        links.append([(int(a), int(b), int(n)) for (a, b), n in zip(pairs, counts, strict=True)])
+    return Flow(columns, nodes, links)
+
+
+def _columns(moves: Ints) -> list[int]:
+    """Which states (0: the start) are columns, given the number of moves before each later state."""
+    last = len(moves)
+    if last + 1 <= MOST_COLUMNS:
+        return list(range(last + 1))
+    total = moves.cumsum()
+    picked = {0, last}
+    if total[-1]:
+        parts = np.linspace(0, total[-1], MOST_COLUMNS - 1)[1:]
+        picked |= {int(np.searchsorted(total, part)) + 1 for part in parts}
+    elif last > 1:
+        picked |= {round(place) for place in np.linspace(0, last, 4)}
+    return sorted(picked)
