@@ -147,7 +147,7 @@ class Result:
                 "work": values_of(trainer.engine.task.work),
             },
             "rows": self.rows,
-            "labels": np.stack(trainer.progress.labels),
+            "labels": trainer.label_history(),
             "clients": trainer.client_arrays(),
             "manifest": trainer.federation.manifest(),
             **trainer.exhibits(),
@@ -447,7 +447,6 @@ def _result_of(
     setup: Setup, trainer: Trainer, folder: RunFolder | None, held_out: Federation | None, digest: str
 ) -> Result:
     """Train to the end, meet those who were held out, and write the result."""
-    engine = trainer.engine
     trainer.run()
     told = {"algorithm": setup.algorithm_name, "dataset": setup.dataset_name, "model": setup.model_name}
     result = Result(trainer, {}, held_out)

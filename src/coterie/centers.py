@@ -361,10 +361,8 @@ class Watch:
         here = mine.to(state.centers.device)
         params = chunk.answer.params if len(mine) == len(started) else chunk.answer.params[here]
         # Sketches are linear: that of the update is that of the model without that of its center.
-        center = state.centers[:, : self._size]
-        origin = center[:1]  # subtracted first, so that what is summed is small
-        update = self._sketch(params[:, : self._size], origin[0])
-        update -= self._sketch(center, origin[0])[started[mine].to(here.device)]
+        update = self._sketch(params[:, : self._size])
+        update = update - self._sketch(state.centers[:, : self._size])[started[mine].to(here.device)]
         self._parts.append((chunk.clients[mine], started[mine], update))
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:

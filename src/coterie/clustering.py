@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from coterie.randomness import Rng, bits, race
 
 _PIECE = 1 << 20  # numbers looked at together
-_LOOPS = 64  # steps of a loop over pieces, at most: each has a price on a GPU
+_BLOCK = 2048  # columns of models that are folded at a time
 _GRAM = 2048  # rows of which all pairs are looked at
 
 
@@ -184,28 +184,31 @@ class Sketch:
 
     def __init__(self, size: int, width: int, rng: Rng, device: torch.device) -> None:
         self.width = min(width, size)
-        self._folds = -(-size // self.width)
-        self._size = size
         hashes = bits(torch.tensor(rng.at("sketch").key, device=device), size)
         self._signs = (1 - 2 * (hashes & 1)).to(torch.int8)
 
-    def __call__(self, rows: Tensor, origin: Tensor | None = None) -> Tensor:
-        """Sketch each row, or its difference to a common origin [P]."""
-        if self.width == self._size:
-            return rows if origin is None else rows - origin
-        found = torch.zeros(len(rows), self.width, dtype=rows.dtype, device=rows.device)
-        # Some folds at a time: what is made of a large model stays in the cache.
-        folds = max(1, _PIECE // max(1, len(rows) * self.width), self._folds // _LOOPS)
-        for begin in range(0, self._size, folds * self.width):
-            part = rows[:, begin : begin + folds * self.width]
-            if origin is not None:
-                part = part - origin[begin : begin + part.shape[1]]
-            signed = part * self._signs[begin : begin + part.shape[1]]
-            whole = part.shape[1] // self.width
-            found += signed[:, : whole * self.width].reshape(len(rows), whole, self.width).sum(1)
-            rest = part.shape[1] - whole * self.width
-            found[:, :rest] += signed[:, whole * self.width :]
-        return found
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Sketch each row."""
+        return fold(rows, self._signs.to(rows.dtype), self.width)
+
+
+def fold(rows: Tensor, signs: Tensor, width: int) -> Tensor:
+    """A count sketch, entry j, with its sign, is added to bucket j mod width.
+
+    Block after block into one small sum: copies as large as the models would cost more than the arithmetic.
+
+    >>> fold(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]), torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0]), 2)
+    tensor([[3., 6.]])
+    """
+    size = rows.shape[1]
+    if size <= width:
+        return rows
+    block = width * max(1, min(_BLOCK // width, size // width))
+    total = rows[:, :block] * signs[:block]
+    for start in range(block, size, block):
+        stop = min(start + block, size)
+        total[:, : stop - start].addcmul_(rows[:, start:stop], signs[start:stop])
+    return total.reshape(len(rows), -1, width).sum(1)
 
 
 @functools.lru_cache(maxsize=8)

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from coterie.block import OWN_MODEL
+from coterie.clustering import fold
 from coterie.engine import Chunk, Engine
 from coterie.federation import Federation
 from coterie.pictures import black_and_white, is_picture, picture, spread_evenly
@@ -24,7 +25,6 @@ from coterie.randomness import Rng, bits
 
 Arrays = dict[str, NDArray[Any]]
 
-_BLOCK = 2048  # columns of models that are folded at a time
 WIDTH = 128  # of a sketch: distances are right within about a tenth, which is enough for a map
 MOST_CLUSTERS, MOST_MEMBERS, MOST_PICTURES = 12, 4, 10  # whose pictures are kept
 
@@ -74,25 +74,6 @@ class Sketches:
         rows, rounds = arrays.get("sketch"), arrays.get("round")
         if rows is not None and rounds is not None and rows.shape == self.rows.shape and rounds.shape == (len(rows),):
             self.rows, self.rounds = rows.astype(np.float32), rounds.astype(np.int64)
-
-
-def fold(rows: torch.Tensor, signs: torch.Tensor, width: int) -> torch.Tensor:
-    """A count sketch, as `clustering.Sketch` makes it: entry j, with its sign, is added to bucket j mod width.
-
-    Block after block into one small sum: copies as large as the models would cost more than the arithmetic.
-
-    >>> fold(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]), torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0]), 2)
-    tensor([[3., 6.]])
-    """
-    size = rows.shape[1]
-    if size <= width:
-        return rows
-    block = width * max(1, min(_BLOCK // width, size // width))
-    total = rows[:, :block] * signs[:block]
-    for start in range(block, size, block):
-        stop = min(start + block, size)
-        total[:, : stop - start].addcmul_(rows[:, start:stop], signs[start:stop])
-    return total.reshape(len(rows), -1, width).sum(1)
 
 
 class _Listening:

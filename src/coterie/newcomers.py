@@ -18,7 +18,7 @@ from torch import Tensor
 from coterie.algorithm import Algorithm, Personal
 from coterie.block import adapt, own_model
 from coterie.engine import Engine
-from coterie.engines import ENGINES, make_engine
+from coterie.engines import make_engine
 from coterie.errors import ConfigError, DataError
 from coterie.federation import Federation
 from coterie.metrics import agreement, evaluation
@@ -125,6 +125,7 @@ def _engine_like(engine: Engine, federation: Federation) -> Engine:
     """An engine over other clients, with the task and the server's own samples of this one."""
     name = engine.describe()["engine"]
     settings = {"precision": str(engine.dtype).removeprefix("torch.")}
-    made = make_engine(name if name in ENGINES else "vectorized", engine.task, federation, str(engine.device), settings)
+    here = name if name in ("loop", "vectorized") else "vectorized"  # newcomers come with their data
+    made = make_engine(here, engine.task, federation, str(engine.device), settings)
     made.reserved = engine.reserved
     return made

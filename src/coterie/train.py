@@ -184,6 +184,10 @@ class Trainer:
             self.engine.attack = engine_attack
         return count
 
+    def label_history(self) -> NDArray[np.int64]:
+        """Everyone's label after each round, the start first: [rounds + 1, N]."""
+        return np.stack([self._padded(row, -1) for row in self.progress.labels])
+
     def _padded(self, values: NDArray[Any], fill: float) -> NDArray[Any]:
         """Numbers of the clients of then as numbers of the clients of now: some may have come since."""
         missing = self.engine.num_clients - len(values)
@@ -259,7 +263,7 @@ class Trainer:
         self._saved_at = time.monotonic()
         if self.folder is None:
             return
-        labels = np.stack([self._padded(row, -1) for row in self.progress.labels])
+        labels = self.label_history()
         tensors = {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
         tensors |= {f"memory.{name}": tensor for name, tensor in self.engine.memory_tensors().items()}
         tensors["history.labels"] = torch.from_numpy(labels)
@@ -282,7 +286,7 @@ class Trainer:
         if self.folder is None:
             return
         began = time.monotonic()
-        self.folder.write_array("labels.npy", np.stack(self.progress.labels))
+        self.folder.write_array("labels.npy", self.label_history())
         self.folder.write_arrays("clients.npz", self.client_arrays())
         for name, arrays in self.exhibits().items():
             self.folder.write_arrays(f"artifacts/{name}.npz", arrays)

@@ -180,3 +180,31 @@ def test_a_client_that_is_away_is_named_and_known_when_it_comes_back(tmp_path):
     assert engine.welcome() == 0
     list(engine.call(train, engine.everyone(), models=models, refs=refs, rng=Rng.seed(0)))
     assert len(engine.failures) == 1
+
+
+def test_a_run_with_clients_that_came_is_saved_and_goes_on(tmp_path):
+    from coterie.runs import RunFolder
+
+    everyone = ragged_federation()
+    setup = setup_of(find_algorithm("fesem")(), everyone)
+    task, few = setup.task(), replace(everyone.select(range(7)), groups=None)
+    engine, grid = engine_over(tmp_path, task, few)
+    folder = RunFolder.create(tmp_path / "runs", "run", "run", setup.tables())
+    with folder.held():
+        trainer = Trainer(setup.algorithm, engine, few, Schedule(rounds=4, checkpoint_every=0), folder)
+        trainer._start()
+        trainer._round(1)
+        (tmp_path / "all").mkdir()
+        app = world(tmp_path / "all", task, everyone)
+        for number in (7, 8):
+            grid.add(200 + number, app, **{"partition-id": number})
+        trainer._round(2)
+        labels = np.load(folder.path / "labels.npy")
+        assert labels.shape == (3, 9)
+        assert (labels[:2, 7:] == -1).all()
+        checkpoint, problems = folder.load_checkpoint()
+        assert problems == []
+        again = Trainer(setup.algorithm, engine, few, Schedule(rounds=4), folder)
+        again.restore(checkpoint)
+        again._round(3)
+        assert len(again.progress.labels[-1]) == 9

@@ -100,7 +100,9 @@ class FlowerEngine(Engine):
 
     def welcome(self) -> int:
         """Take in clients that have come since; how many there are."""
+        began = time.perf_counter()
         new = self.link.roll_call()
+        self.client_seconds += time.perf_counter() - began
         self.notes += [note for note in self.link.notes if note not in self.notes]
         if not new:
             return 0

@@ -23,6 +23,7 @@ log = logging.getLogger("coterie.flower")
 
 Identity = Literal["key", "claimed"]
 _LIVES = 60.0  # seconds that a message may wait for its node beyond the deadline
+_AGAIN = 60.0  # seconds until a node that did not say who it is is asked again
 _HELLO = 30.0  # seconds that a node may take to say who it is
 
 
@@ -56,6 +57,7 @@ class Link:
         self._grid, self._identity, self._poll = grid, identity, poll
         self.world = world  # simulation: where the data of the clients lie
         self._node: dict[str, int] = {}  # of members that are connected
+        self._silent: dict[int, float] = {}  # nodes that did not say who they are, and when they are asked again
         self._refused: dict[int, str] = {}  # nodes that are not let in, and why
         self.members: dict[str, Member] = {}
         self.notes: list[str] = []
@@ -68,12 +70,14 @@ class Link:
         self._node = {name: node for name, node in self._node.items() if node in nodes}
         self._refused = {node: why for node, why in self._refused.items() if node in nodes}
         there = set(self._node.values()) | set(self._refused)
-        unknown = [number for number in nodes if number not in there]
+        now = time.monotonic()
+        unknown = [number for number in nodes if number not in there and self._silent.get(number, 0.0) <= now]
         new: list[Member] = []
         hello = {number: _hello(self.world) for number in unknown}
         for number, reply in sorted(self._exchange(hello, "query", _HELLO), key=lambda pair: _claimed(pair[1])):
             if isinstance(reply, str):
-                continue  # it may answer next time
+                self._silent[number] = time.monotonic() + _AGAIN  # it is asked again, but does not hold up every round
+                continue
             member = self._let_in(number, nodes[number], reply)
             if member is not None and member.name not in self.members:
                 self.members[member.name] = member

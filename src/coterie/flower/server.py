@@ -117,8 +117,11 @@ class DeployedTrainer(Trainer):
         """Who is in the run, and the lives of its server, for the next one."""
         assert self.folder is not None
         assert isinstance(self.engine, FlowerEngine)
-        kept = {"members": self.engine.link.told(), "lives": self.lives}
-        self.folder.write_json("artifacts/members.json", kept)
+        members = self.engine.link.told()
+        self.folder.write_json("artifacts/members.json", {"members": members, "lives": self.lives})
+        sizes = {split: [member[split] for member in members] for split in ("train", "valid", "test")}
+        told = {"seed": self.schedule.seed, "unseen": [], "clients": [member["name"] for member in members]}
+        self.folder.write_json("artifacts/manifest.json", {**told, **sizes, "groups": None, "label_counts": None})
 
     def welcome(self) -> int:
         """Take in the sites that have come since the last round."""

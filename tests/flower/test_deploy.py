@@ -1,0 +1,113 @@
+"""`coterie deploy`: the app it writes, and the keys. No Flower needed for the app."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from coterie.cli.main import main
+from coterie.errors import StorageError
+from coterie.flower.deploy import write_app
+
+
+def call(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return ended.value.code or 0
+
+
+def test_the_app_is_whole(tmp_path, capsys):
+    folder = tmp_path / "My App"
+    assert call("deploy", "init", str(folder), "--nodes", "3") == 0
+    assert "sites/task.py" in capsys.readouterr().out
+    config = tomllib.loads((folder / "pyproject.toml").read_text())
+    assert config["project"]["name"] == "my-app"
+    assert config["tool"]["flwr"]["app"]["config"]["min-clients"] == 3
+    assert config["tool"]["flwr"]["app"]["config"]["run-dir"] == str(folder / "runs")
+    left = [p for p in folder.rglob("*") if p.is_file() and "{{" in p.read_text()]
+    assert left == []
+    for script in folder.glob("*.sh"):
+        assert script.stat().st_mode & stat.S_IXUSR
+        subprocess.run(["bash", "-n", str(script)], check=True)
+    for module in (folder / "sites").glob("*.py"):
+        compile(module.read_text(), str(module), "exec")
+    assert (folder / "compose.yaml").read_text().count("supernode.sh") == 3
+
+
+def test_every_key_of_its_config_is_known():
+    pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
+    import tempfile
+    from pathlib import Path
+
+    from coterie.flower.server import tables_of
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_app(Path(folder) / "a")
+        config = tomllib.loads((Path(folder) / "a" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    tables = tables_of(config)
+    assert tables["run"]["algorithm"] == "fesem"
+    assert tables["algorithm"] == {"num_clusters": 2}
+    assert tables["work"]["epochs"] == 5
+
+
+def test_a_wrong_key_of_the_config_is_told():
+    pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
+    from coterie.errors import ConfigError
+    from coterie.flower.server import tables_of
+
+    with pytest.raises(ConfigError, match="no run config key 'round'"):
+        tables_of({"round": 3})
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(StorageError, match="not empty"):
+        write_app(tmp_path)
+    assert call("deploy", "init", str(tmp_path)) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert call("deploy", "init", str(tmp_path / "a"), "--name", "...") == 2
+    assert call("deploy", "init", str(tmp_path / "a"), "--nodes", "0") == 2
+
+
+def test_keys_are_private_and_never_replaced(tmp_path, capsys):
+    pytest.importorskip("cryptography", reason="needs pip install 'coterie[flower]'")
+    assert call("deploy", "keys", str(tmp_path), "--nodes", "2", "--host", "127.0.0.1", "--host", "server.example") == 0
+    keys = tmp_path / "keys"
+    assert stat.S_IMODE(keys.stat().st_mode) == 0o700
+    for name in ("ca.key", "server.key", "site-0", "site-1"):
+        assert stat.S_IMODE((keys / name).stat().st_mode) == 0o600
+    told = subprocess.run(
+        ["openssl", "verify", "-CAfile", keys / "ca.crt", keys / "server.pem"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    from cryptography import x509
+
+    names = x509.load_pem_x509_certificate((keys / "server.pem").read_bytes()).extensions.get_extension_for_class(
+        x509.SubjectAlternativeName
+    )
+    assert [str(n.value) for n in names.value] == ["127.0.0.1", "server.example"]
+    before = {p.name: p.read_bytes() for p in keys.iterdir()}
+    assert call("deploy", "keys", str(tmp_path), "--nodes", "3") == 0
+    after = {p.name: p.read_bytes() for p in keys.iterdir()}
+    assert {k: after[k] for k in before} == before
+    assert set(after) - set(before) == {"site-2", "site-2.pub"}
+    assert call("deploy", "keys", str(tmp_path / "nowhere")) == 2
+
+
+def test_without_flower_the_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "flwr", None)
+    assert call("run", "--engine", "flower", "--rounds", "1") == 2
+    assert "coterie[flower]" in capsys.readouterr().err
+    import coterie.flower
+    from coterie.errors import MissingExtra
+
+    for make in (coterie.flower.client_app, coterie.flower.server_app):
+        with pytest.raises(MissingExtra, match="flower"):
+            make(object())
