@@ -20,11 +20,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tests.flower.sites import Sites
+
 import coterie
 from coterie.federation import Federation
 from coterie.flower.example import rotated_shares
 from coterie.local import SGD
-from tests.flower.sites import Sites
 
 
 def model() -> torch.nn.Module:

@@ -18,6 +18,7 @@ from torch import Tensor
 from coterie.attacks import Attack
 from coterie.block import Answer, ClientStep, Task
 from coterie.errors import ConfigError
+from coterie.federation import Federation
 from coterie.ledger import Ledger, Phase
 from coterie.local import SGD
 from coterie.network import Network
@@ -123,6 +124,10 @@ class Engine(abc.ABC):
     def welcome(self) -> int:
         """Take in clients that have come since, at the end of the list; how many there are."""
         return 0
+
+    def population(self, federation: Federation) -> Federation:
+        """The federation of a run, with those who have come since."""
+        return federation
 
     def begin(self, round: int, phase: Phase) -> None:
         """Called by the round loop: what follows belongs to this round and phase."""

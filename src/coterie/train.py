@@ -180,8 +180,8 @@ class Trainer:
         if count:
             self.state = self.state.with_more_clients(count)
             self.attack = attack_of(self.engine.keys, self.schedule)
-            engine_attack = None if self.attack.is_none else self.attack
-            self.engine.attack = engine_attack
+            self.engine.attack = None if self.attack.is_none else self.attack
+            self.federation = self.engine.population(self.federation)
         return count
 
     def label_history(self) -> NDArray[np.int64]:

@@ -24,7 +24,7 @@ from coterie.engine import Chunk, Engine, Failure, too_large
 from coterie.errors import ConfigError, EngineError
 from coterie.federation import Federation
 from coterie.flower import wire
-from coterie.flower.link import Link
+from coterie.flower.link import Link, splits_of
 from coterie.local import SGD, to_dict
 from coterie.randomness import Rng, name_keys
 from coterie.settings import setting, values_of
@@ -109,8 +109,13 @@ class FlowerEngine(Engine):
         names = tuple(member.name for member in new)
         self.names += names
         self.keys = torch.cat([self.keys, name_keys(names)])
-        self.federation = replace(self.federation, names=self.names)
+        everyone = [self.link.members[name] for name in self.names]
+        self.federation = replace(self.federation, **splits_of(everyone), groups=None, view=None, moves=())
         return len(new)
+
+    def population(self, federation: Federation) -> Federation:
+        """The clients as they are now."""
+        return self.federation
 
     # ---- calls ----
 

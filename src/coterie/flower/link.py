@@ -11,13 +11,16 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
+import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from coterie.errors import CoterieError
+from coterie.federation import Split
+from coterie.randomness import name_keys
 
 log = logging.getLogger("coterie.flower")
 
@@ -202,3 +205,20 @@ def hello_of(name: str, sizes: Mapping[str, int]) -> RecordDict:
     content = RecordDict()
     content["hello"] = ConfigRecord({"json": json.dumps({"name": name, **sizes})})
     return content
+
+
+def splits_of(members: Sequence[Member]) -> dict[str, Any]:
+    """Names, keys and sizes of members, as a federation has them; no data."""
+
+    def split(sizes: list[int]) -> Split:
+        offsets = torch.tensor([0, *sizes]).cumsum(0)
+        return Split(torch.zeros(0, dtype=torch.int64), offsets, torch.arange(len(sizes)))
+
+    names = tuple(member.name for member in members)
+    return {
+        "names": names,
+        "keys": name_keys(names),
+        "train": split([m.train for m in members]),
+        "valid": split([m.valid for m in members]),
+        "test": split([m.test for m in members]),
+    }

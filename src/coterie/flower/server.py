@@ -20,11 +20,10 @@ from coterie.api import environment, finish
 from coterie.block import Task
 from coterie.config import apply_set, merge, resolve
 from coterie.errors import ConfigError, Interrupted
-from coterie.federation import Federation, Split
+from coterie.federation import Federation
 from coterie.flower.client import classes_of, loss_of, maker_of
 from coterie.flower.engine import FlowerEngine, FlowerSettings
-from coterie.flower.link import Link, Member
-from coterie.randomness import name_keys
+from coterie.flower.link import Link, Member, splits_of
 from coterie.runs import RunFolder
 from coterie.settings import build
 from coterie.train import Trainer
@@ -128,8 +127,6 @@ class DeployedTrainer(Trainer):
         assert isinstance(self.engine, FlowerEngine)
         count = super().welcome()
         if count:
-            members = [self.engine.link.members[name] for name in self.engine.names]
-            self.federation = replace(self.federation, **_splits(members))
             self.write_members()
         return count
 
@@ -200,23 +197,8 @@ def _federation(members: list[Member], site: Any) -> Federation:
         x=torch.empty(0, *shape),
         y=torch.empty(0, dtype=torch.int64),
         num_classes=classes_of(site),
-        **_splits(members),
+        **splits_of(members),
     )
-
-
-def _splits(members: list[Member]) -> dict[str, Any]:
-    def split(sizes: list[int]) -> Split:
-        offsets = torch.tensor([0, *sizes]).cumsum(0)
-        return Split(torch.zeros(0, dtype=torch.int64), offsets, torch.arange(len(sizes)))
-
-    names = tuple(member.name for member in members)
-    return {
-        "names": names,
-        "keys": name_keys(names),
-        "train": split([m.train for m in members]),
-        "valid": split([m.valid for m in members]),
-        "test": split([m.test for m in members]),
-    }
 
 
 def _reserved(site: Any) -> Any:
