@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("uvicorn", reason="needs pip install 'coterie[ui]'")
+
 from coterie.runs import RunFolder
 
 from ..report.made import append_round, make_run

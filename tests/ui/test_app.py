@@ -12,8 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+
+pytest.importorskip("starlette", reason="needs pip install 'coterie[ui]'")
+pytest.importorskip("uvicorn", reason="needs pip install 'coterie[ui]'")
+
+import httpx
 import uvicorn
 
 from coterie.runs import RunFolder
