@@ -233,6 +233,14 @@ class Batches:
         """Where each client's samples begin among the rendered ones, [c]."""
         return self._start
 
+    def laid_out(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The clients' own samples, as they see them, one client after the other: inputs, labels, where each begins."""
+        width = int(self._plan.sizes.max())
+        place = torch.arange(width, device=self._start.device)
+        position = torch.minimum(place.expand(len(self._start), -1), self._sizes.unsqueeze(1) - 1)
+        x, y = self._samples(position)
+        return x.flatten(0, 1), y.flatten(0, 1), torch.arange(len(self._start)) * width
+
     @property
     def keys(self) -> Tensor | None:
         """The keys of the clients' permutations, [c]; None: samples as they lie."""

@@ -87,12 +87,18 @@ def test_a_correction_and_a_pull_of_each_client():
 
 
 @has_compiler
-def test_samples_that_do_not_lie_ready_are_trained_step_by_step():
+@pytest.mark.parametrize("work", ["momentum", "full", "maml", "hf"])
+@pytest.mark.parametrize("room", [1 << 20, 4096])
+def test_samples_that_do_not_lie_ready_are_put_in_order_for_some_clients_at_a_time(work, room, monkeypatch):
+    monkeypatch.setattr(native, "_SAMPLE_BYTES", room)
+
     def scarce(engine):
         engine.data._may_render = 0
-        return threads(2)(engine)
+        kernel = NativeKernel.of(engine.network, engine.task.loss, engine.task.input_shape, 2)
+        return NativeWay(kernel, 4, 2, scattered=True)
 
-    assert torch.allclose(trained(scarce, small_cnn, WORKS["momentum"]), trained(loop, small_cnn, WORKS["momentum"]))
+    expected = trained(loop, small_cnn, WORKS[work])
+    assert torch.allclose(trained(scarce, small_cnn, WORKS[work]), expected, rtol=1e-9, atol=1e-12)
 
 
 @has_compiler

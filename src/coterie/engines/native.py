@@ -37,6 +37,8 @@ _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trappin
 _KINDS: dict[type[nn.Module], int] = {nn.Linear: 0, nn.Conv2d: 1, nn.ReLU: 2, nn.MaxPool2d: 3, nn.Flatten: 4}
 _WORKS = (SGD, Proximal, Corrected, FirstOrderMAML)  # other work is done step by step, with gradients from here
 
+_SAMPLE_BYTES = 32 << 20  # of samples that are put in order at a time
+
 _lock = threading.Lock()
 _loaded: dict[torch.dtype, Any] = {}
 
@@ -182,11 +184,11 @@ class NativeKernel:
 
     def train(self, job: Job) -> bool:
         """Train a stack from start to end; False if this work or data is not for the program."""
-        work = job.work
-        rendered = job.batches[0].rendered()
-        if type(work) not in _WORKS or rendered is None:
+        work, batches = job.work, job.batches[0]
+        if type(work) not in _WORKS:
             return False
-        x, y = rendered
+        rendered = batches.rendered()
+        x, y, begins = batches.laid_out() if rendered is None else (*rendered, batches.start)
         clients, plan = len(job.start), job.plan
         keys = [None if batches.keys is None else batches.keys.contiguous() for batches in job.batches]
         start = job.start if job.start.stride(1) == 1 else job.start.contiguous()
@@ -196,7 +198,7 @@ class NativeKernel:
         correction = job.extras.get("correction") if isinstance(work, Corrected) else None
         correction = None if correction is None else correction.to(self._dtype).contiguous()
         inner = work.inner_lr if isinstance(work, FirstOrderMAML) else 0.0
-        numbers = [job.batches[0].start, plan.sizes, plan.per_epoch, plan.batch, plan.steps]
+        numbers = [begins, plan.sizes, plan.per_epoch, plan.batch, plan.steps]
         numbers = [number.to(torch.int64).contiguous() for number in numbers]
         self._check(
             self._library.train(
@@ -220,17 +222,25 @@ class NativeKernel:
             return each.to(self._dtype).contiguous()
         return torch.full((len(job.start),), work.prox, dtype=self._dtype) if work.prox else None
 
+    @property
+    def sample_bytes(self) -> int:
+        """Of one sample."""
+        return self._sample * self._dtype.itemsize
+
     def _check(self, failed: int) -> None:
         if failed:
             raise MemoryError("the compiled program ran out of memory")
 
 
 class NativeWay(Way):
-    """Clients of a chunk all in one call; `workers` threads inside it."""
+    """Clients of a chunk all in one call; `workers` threads inside it.
 
-    def __init__(self, kernel: NativeKernel, piece: int, workers: int) -> None:
+    Where samples do not lie ready (`scattered`), so many clients at a time as have their samples put in order.
+    """
+
+    def __init__(self, kernel: NativeKernel, piece: int, workers: int, scattered: bool = False) -> None:
         super().__init__("native", kernel, piece, workers)
-        self._native = kernel
+        self._native, self._scattered = kernel, scattered
 
     def train(self, job: Job) -> None:
         """Train one stack."""
@@ -239,7 +249,11 @@ class NativeWay(Way):
 
     def each(self, function: Any, plan: BatchPlan) -> None:
         """The whole plan at once: nobody has to keep in step."""
-        function(slice(0, len(plan.sizes)))
+        count, at_once = len(plan.sizes), len(plan.sizes)
+        if self._scattered:
+            at_once = max(self.workers, _SAMPLE_BYTES // max(1, int(plan.sizes.max()) * self._native.sample_bytes))
+        for start in range(0, count, at_once):
+            function(slice(start, min(start + at_once, count)))
 
 
 def _describe(layers: Sequence[nn.Module], shape: tuple[int, ...]) -> Tensor | None:

@@ -132,7 +132,11 @@ class VectorizedEngine(InProcessEngine):
         native = self._native() if layers is not None and not cuda else None
         if native is not None:
             made: NativeKernel = native
-            found.append(Candidate("native", lambda: NativeWay(made, self._piece(), self._workers())))
+            found.append(
+                Candidate(
+                    "native", lambda: NativeWay(made, self._piece(), self._workers(), self.data.rendered() is None)
+                )
+            )
         if layers is not None:
             fast: LayerKernel = layers
             if graph:
