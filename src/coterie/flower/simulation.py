@@ -132,7 +132,8 @@ class Simulation:
             self._grids.put(grid)
             self._done.wait()
 
-        config = {"client_resources": {"num_cpus": cpus, "num_gpus": 0.0}, "init_args": {"include_dashboard": False}}
+        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+        config = {"client_resources": {"num_cpus": cpus, "num_gpus": 0.0}, "init_args": quiet}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
