@@ -189,6 +189,25 @@ def too_large(length: Tensor, sent: Tensor | None) -> Tensor:
     return torch.gt(length, limit)
 
 
+NOT_FINITE = "the answer is not finite"
+TOO_LARGE = "the answer is far too large"
+
+
+def unusable(answer: Mapping[str, Tensor], count: int, sent: Tensor | None) -> dict[str, Tensor]:
+    """Which of `count` clients' answers cannot be used, bool [c] by reason; `sent` as `too_large` has it."""
+    device = next((tensor.device for tensor in answer.values()), torch.device("cpu"))
+    finite = torch.ones(count, dtype=torch.bool, device=device)
+    large = torch.zeros_like(finite)
+    for key, tensor in answer.items():
+        if key in ("params", "gradient"):
+            length = torch.linalg.vector_norm(tensor, dim=1)  # one look at it tells both
+            finite &= torch.isfinite(length)
+            large |= too_large(length, sent)
+        elif tensor.is_floating_point():
+            finite &= torch.isfinite(tensor.flatten(1).sum(1) if tensor.dim() > 1 else tensor)
+    return {NOT_FINITE: ~finite, TOO_LARGE: finite & large}
+
+
 def available_memory(device: torch.device) -> int:
     """Bytes that can still be taken on a device."""
     if device.type == "cuda":

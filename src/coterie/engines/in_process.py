@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coterie.block import Answer, Block, ClientStep, Memory, Models, Task, check_network, step_name
-from coterie.engine import Chunk, Engine, Failure, available_memory, resolve_device, too_large
+from coterie.engine import Chunk, Engine, Failure, available_memory, resolve_device, unusable
 from coterie.errors import ConfigError, CoterieError, EngineError
 from coterie.federation import Federation
 from coterie.ledger import Phase
@@ -27,8 +27,6 @@ from coterie.training import DeviceData, Way
 _DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
 _DEFAULT_BUDGET_MB = 1024
 _LATE = "did not answer (simulated)"
-_NOT_FINITE = "the answer is not finite"
-_TOO_LARGE = "the answer is far too large"
 
 
 @dataclass(frozen=True)
@@ -365,24 +363,16 @@ class InProcessEngine(Engine):
         self, step: ClientStep, clients: Tensor, positions: Tensor, answer: Answer, lengths: Tensor | None = None
     ) -> Chunk:
         """Leave out answers that are not finite or far too large; refuse a step that answers in a wrong shape."""
-        finite = torch.ones(len(clients), dtype=torch.bool, device=self._device)
-        large = torch.zeros_like(finite)
         for key, tensor in answer.items():
             if tensor.shape[:1] != clients.shape:
                 raise EngineError(
                     f"{step_name(step)} answered '{key}' of shape {tuple(tensor.shape)} for {len(clients)} clients."
                 )
-            if key in ("params", "gradient"):
-                length = torch.linalg.vector_norm(tensor, dim=1)  # one look at it tells both
-                finite &= torch.isfinite(length)
-                large |= too_large(length, lengths)
-            elif tensor.is_floating_point():
-                finite &= torch.isfinite(tensor.flatten(1).sum(1) if tensor.dim() > 1 else tensor)
-        if bool((finite & ~large).all()):
+        reasons = unusable(answer, len(clients), lengths)
+        good = ~torch.stack(list(reasons.values())).any(0)
+        if bool(good.all()):
             return Chunk(clients, positions, answer)
-        reasons = {_NOT_FINITE: ~finite, _TOO_LARGE: finite & large}
         failed = [self._fail(c, step, why) for why, which in reasons.items() for c in clients[which.cpu()].tolist()]
-        good = finite & ~large
         keep = good.cpu()
         kept = Answer(**{k: v[good] for k, v in answer.items()})
         return Chunk(clients[keep], positions[keep], kept, tuple(failed))

@@ -20,7 +20,7 @@ from flwr.app import ArrayRecord, RecordDict
 from torch import Tensor
 
 from coterie.block import Answer, ClientStep, Models, Task, step_name
-from coterie.engine import Chunk, Engine, Failure, too_large
+from coterie.engine import Chunk, Engine, Failure, unusable
 from coterie.errors import ConfigError, EngineError
 from coterie.federation import Federation
 from coterie.flower import wire
@@ -265,22 +265,11 @@ class FlowerEngine(Engine):
         if sent is not None:
             lengths = torch.linalg.vector_norm(sent.table, dim=1)
             longest = lengths[sent.refs].reshape(len(clients), -1).amax(1)
-        reasons: dict[int, str] = {}
-        for key, tensor in answer.items():
-            if not tensor.is_floating_point():
-                continue
-            finite = torch.isfinite(tensor.flatten(1)).all(1) if tensor.dim() > 1 else torch.isfinite(tensor)
-            for place in (~finite).nonzero().flatten().tolist():
-                reasons[place] = "the answer is not finite"
-            if key in ("params", "gradient"):
-                length = torch.linalg.vector_norm(tensor, dim=1)
-                for place in too_large(length, longest).nonzero().flatten().tolist():
-                    reasons.setdefault(place, "the answer is far too large")
-        if not reasons:
-            return Chunk(clients, positions, answer)
-        failed = tuple(self._fail(int(clients[place]), name, reason) for place, reason in sorted(reasons.items()))
-        keep = torch.tensor([place for place in range(len(clients)) if place not in reasons], dtype=torch.int64)
-        return Chunk(clients[keep], positions[keep], Answer(**{k: v[keep] for k, v in answer.items()}), failed)
+        reasons = unusable(answer, len(clients), longest)
+        good = ~torch.stack(list(reasons.values())).any(0)
+        failed = [self._fail(c, name, why) for why, which in reasons.items() for c in clients[which].tolist()]
+        kept = Answer(**{key: tensor[good] for key, tensor in answer.items()})
+        return Chunk(clients[good], positions[good], kept, tuple(failed))
 
     def _fail(self, client: int, step: str, reason: str) -> Failure:
         failure = Failure(self.round, self.names[client], step, reason)
