@@ -492,6 +492,8 @@ def open_run(path: str | Path) -> Result:
         raise RunError(f"{path} is not finished; go on with 'coterie resume {path}'.")
     tables = folder.config()
     tables.pop("schema")
+    if tables.get("run", {}).get("over_sites"):
+        raise RunError(f"{path} is a run over sites, whose data are not here; it cannot be opened from its folder.")
     if tables.get("run", {}).get("from_python"):
         raise RunError(f"{path} was started from Python with objects of its own; it cannot be opened from its folder.")
     setup = Setup.of(resolve(tables))

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
 
-from tests.flower.sites import FAULTY, Sites
+from tests.flower.sites import BIN, FAULTY, Sites
 
 pytestmark = pytest.mark.flower
 
@@ -109,6 +109,12 @@ def test_slow_killed_returning_and_joining_nodes(sites):
         sites.node(number)
     sites.run(algorithm="fesem", clusters=2, rounds=5, deadline=40.0, **{"min-clients": 3})
     sites.wait_for_round(1)
+    running = str(sites.folder / "runs" / "deployed")
+    for command in (["show", running], ["report", running, "-o", str(sites.folder / "page.html")]):
+        subprocess.run([str(BIN / "coterie"), *command], check=True, capture_output=True, timeout=120)
+    refused = subprocess.run([str(BIN / "coterie"), "resume", running], capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 2
+    assert "run.sh" in refused.stderr
     sites.kill("node-2")
     sites.wait_for_round(2)
     killed = sites.rows()[1]

@@ -10,22 +10,25 @@ import pytest
 pytest.importorskip("ray", reason="needs pip install 'coterie[flower]'")
 
 from coterie.algorithm import algorithms, find_algorithm
-from coterie.api import execute
-from tests.helpers import ragged_federation, reserved_for, setup_of
+from coterie.api import Setup, execute
+from coterie.config import merge, resolve
+from tests.helpers import ragged_federation, setup_of
 
 pytestmark = pytest.mark.flower
+
+
+def digits(name, engine):
+    """A method on some clients of rotated digits."""
+    head = {"algorithm": name, "dataset": "rotated-digits", "clients": 8, "rounds": 2, "engine": engine}
+    return Setup.of(resolve(merge({"run": head, "engine": {"precision": "float64"}, "work": {"epochs": 2}})))
 
 
 @pytest.mark.parametrize("name", algorithms())
 @pytest.mark.filterwarnings("ignore")  # of Ray and Flower
 def test_every_method_gives_what_the_loop_gives(name):
-    algorithm = find_algorithm(name)()
-    federation = ragged_federation(clients=6, reserve=reserved_for(algorithm))
-    setup = setup_of(algorithm, federation, engine="flower")
-    ours = execute(setup)
-    theirs = execute(setup_of(algorithm, federation, engine="loop"))
+    ours, theirs = execute(digits(name, "flower")), execute(digits(name, "loop"))
     assert np.array_equal(ours.labels.numpy(), theirs.labels.numpy())
-    for key in ("accuracy", "loss", "f1"):
+    for key in ("accuracy", "loss", "f1", "ari"):
         assert ours.summary[key] == pytest.approx(theirs.summary[key], rel=1e-6)
     for key in ("down", "up", "start", "repair", "scalars", "gradients"):
         assert ours.summary["bytes"][key] == theirs.summary["bytes"][key]

@@ -204,6 +204,8 @@ def resume(
         return
     tables = folder.config()
     tables.pop("schema")
+    if tables.get("run", {}).get("over_sites"):
+        raise RunError(f"{path} is a run over sites; go on with the run.sh of its app, under the same name.")
     if tables.get("run", {}).get("from_python"):
         raise RunError(f"{path} was started from Python with objects of its own; resume it from there.")
     with folder.held():

@@ -167,7 +167,8 @@ def _folder(parent: Path, name: str, tables: dict[str, dict[str, Any]]) -> RunFo
     if path.exists():
         return RunFolder.open(path)
     parent.mkdir(parents=True, exist_ok=True)
-    return RunFolder.create(parent, name, name, tables)
+    head = {**tables["run"], "dataset": "sites", "engine": "flower", "over_sites": True}
+    return RunFolder.create(parent, name, name, tables | {"run": head})
 
 
 def _gather(link: Link, least: int, patience: float) -> None:

@@ -131,6 +131,8 @@ def compare_payload(runs: Sequence[RunData]) -> Payload:
 
 def repeat_command(run: RunData) -> str:
     """The command that repeats a run."""
+    if run.settings.get("over_sites"):
+        return "./run.sh (in the folder of the app)"
     if run.settings.get("from_python"):
         return "# started from Python with objects of its own: run the program again"
     if run.path is None:
