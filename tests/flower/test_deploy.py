@@ -99,6 +99,10 @@ def test_keys_are_private_and_never_replaced(tmp_path, capsys):
     assert {k: after[k] for k in before} == before
     assert set(after) - set(before) == {"site-2", "site-2.pub"}
     assert call("deploy", "keys", str(tmp_path / "nowhere")) == 2
+    (tmp_path / "site").mkdir()
+    assert call("deploy", "keys", str(tmp_path / "site"), "--nodes", "0") == 0
+    names = sorted(p.name for p in (tmp_path / "site" / "keys").iterdir())
+    assert names == ["ca.crt", "ca.key", "server.key", "server.pem"]
 
 
 def test_without_flower_the_extra_is_named(monkeypatch, capsys):

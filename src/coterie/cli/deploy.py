@@ -32,7 +32,7 @@ def init(
 @app.command()
 def keys(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the app.")] = Path(),
-    nodes: NodesFlag = 4,
+    nodes: Annotated[int, typer.Option(min=0, help="Keys of sites to make; 0: only the CA and the certificate.")] = 4,
     host: Annotated[
         list[str] | None, typer.Option(help="Name or address that sites reach the server by; may be repeated.")
     ] = None,
