@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: help setup demo pictures test test-slow test-browser test-flower test-gpu bench bench-check bench-peers check format clean
+.PHONY: help setup demo pictures test test-slow test-browser test-flower test-gpu golden bench bench-check bench-peers check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -54,6 +54,9 @@ test-flower: $(READY)  ## run real Flower processes on loopback (installs Flower
 
 test-gpu: $(READY)  ## run the tests that need a GPU (skipped without one)
 	$(BIN)/python -m pytest -q -m 'gpu'
+
+golden: $(READY)  ## write the golden results anew, after an intended change of results
+	$(BIN)/python -m tests.golden.record
 
 bench: $(READY)  ## measure this machine: our engine against a plain loop
 	$(BIN)/coterie bench

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sklearn.metrics import f1_score
 
+from coterie.algorithm import algorithms
 from coterie.block import Answer, Block, Models, client_step, evaluate, find_step, step_name, take
 from coterie.engines import make_engine
 from coterie.errors import ConfigError, ModelError
@@ -264,6 +265,7 @@ def test_answer_names():
 
 def test_steps_are_found_by_name_only_if_registered():
     assert find_step(step_name(evaluate)) is evaluate
+    algorithms()
     assert find_step("coterie.algorithms.ifca:choose").__name__ == "choose"
     with pytest.raises(ConfigError, match="no client step 'os:getcwd'"):
         find_step("os:getcwd")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -366,26 +366,42 @@ ClientStep = Callable[..., Answer]
 _STEPS: dict[str, ClientStep] = {}
 
 
-def client_step(function: ClientStep) -> ClientStep:
-    """Decorator: a client step, found by its name wherever the package is installed; code never travels."""
-    _STEPS[step_name(function)] = function
-    return function
+@overload
+def client_step(name: ClientStep) -> ClientStep: ...
+@overload
+def client_step(name: str) -> Callable[[ClientStep], ClientStep]: ...
+def client_step(name: str | ClientStep) -> ClientStep | Callable[[ClientStep], ClientStep]:
+    """Decorator: register a client step under the name it has on the wire; code never travels.
+
+    `@client_step("package:step")` sets the name. Plain `@client_step` uses `module:function`. Dropout draws and Flower
+    messages depend on the name, so a step that moves to another file keeps the name it was given.
+    """
+    if not isinstance(name, str):
+        return client_step(f"{name.__module__}:{name.__qualname__}")(name)
+
+    def register(function: ClientStep) -> ClientStep:
+        _STEPS[name] = function
+        function.wire_name = name  # type: ignore[attr-defined]
+        return function
+
+    return register
 
 
 def step_name(function: ClientStep) -> str:
-    """`module:function`, the name a step has on the wire."""
-    return f"{function.__module__}:{function.__qualname__}"
+    """The name of a step on the wire."""
+    return getattr(function, "wire_name", None) or f"{function.__module__}:{function.__qualname__}"
 
 
 def find_step(name: str) -> ClientStep:
-    """The registered step of that name; only registered functions are ever called by name."""
+    """The registered step of that name. Nothing is imported: a message must not choose what a site runs."""
     if name not in _STEPS:
-        import importlib
-
-        importlib.import_module(name.partition(":")[0])
-    if name not in _STEPS:
-        raise ConfigError(f"There is no client step '{name}' here; is the package that defines it installed?")
+        raise ConfigError(f"There is no client step '{name}' here. Import the module that defines it first.")
     return _STEPS[name]
+
+
+def step_modules() -> list[str]:
+    """The modules that define the registered steps, for other processes of the same user."""
+    return sorted({step.__module__ for step in _STEPS.values()})
 
 
 # ---- ready-made steps ----
@@ -394,45 +410,45 @@ OWN_MODEL = "model"
 """The name under which a client remembers a model of its own."""
 
 
-@client_step
+@client_step("coterie.block:train")
 def train(block: Block, models: Models, work: SGD) -> Answer:
     """Train the model that was sent."""
     return Answer(params=block.train(models, work), samples=block.samples)
 
 
-@client_step
+@client_step("coterie.block:evaluate")
 def evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
     """Scores on the client's test samples: of the model that was sent, or of its own if none was."""
     return Answer(**block.evaluate(_sent_or_own(block, models)))
 
 
-@client_step
+@client_step("coterie.block:evaluate_privately")
 def evaluate_privately(block: Block, models: Models | None, work: SGD) -> Answer:
     """As `evaluate`, but only accuracy and F1 leave the client: no loss, no number of samples."""
     scores = block.evaluate(_sent_or_own(block, models))
     return Answer(**{name: values for name, values in scores.items() if name in ("accuracy", "f1")})
 
 
-@client_step
+@client_step("coterie.block:adapt_and_evaluate")
 def adapt_and_evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
     """As `evaluate`, after adapting the model on the client's training samples."""
     return Answer(**block.evaluate(adapt(block, models, work).params))
 
 
-@client_step
+@client_step("coterie.block:adapt")
 def adapt(block: Block, models: Models | None, work: SGD) -> Answer:
     """The client's personal model: the one that was sent, or its own, after some work on its training samples."""
     return Answer(params=block.train(own_model(block, models, work).params, work))
 
 
-@client_step
+@client_step("coterie.block:own_model")
 def own_model(block: Block, models: Models | None, work: SGD) -> Answer:
     """The client's personal model as it is."""
     found = _sent_or_own(block, models)
     return Answer(params=found.rows() if isinstance(found, Models) else found)
 
 
-@client_step
+@client_step("coterie.block:label_counts")
 def label_counts(block: Block, models: Models | None, work: SGD) -> Answer:
     """How many training samples of each class the client has."""
     return Answer(counts=block.label_counts())

@@ -86,7 +86,7 @@ class Choice:
         }
 
 
-@client_step
+@client_step("coterie.choose_k:validate")
 def validate(block: Block, models: Models, work: SGD) -> Answer:
     """Scores of the model that was sent on the client's validation samples; never its test samples."""
     return Answer(**block.evaluate(models, split="valid"))

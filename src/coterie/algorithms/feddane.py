@@ -26,7 +26,7 @@ from coterie.randomness import Rng
 from coterie.settings import setting
 
 
-@client_step
+@client_step("coterie.algorithms.feddane:train_corrected")
 def train_corrected(block: Block, models: Models, work: SGD, mean_gradient: Tensor) -> Answer:
     """Train with the own gradient at the start replaced by everyone's."""
     start = models.rows()

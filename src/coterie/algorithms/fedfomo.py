@@ -30,7 +30,7 @@ from coterie.randomness import Rng, uniform
 from coterie.settings import setting
 
 
-@client_step
+@client_step("coterie.algorithms.fedfomo:mix_and_train")
 def mix_and_train(block: Block, models: Models, work: SGD) -> Answer:
     """Mix the own model with those that were sent, by their losses on the validation samples; then train."""
     own = block.memory.get(OWN_MODEL, block.initial)
@@ -45,14 +45,14 @@ def mix_and_train(block: Block, models: Models, work: SGD) -> Answer:
     return Answer(params=trained, weights=weights)
 
 
-@client_step
+@client_step("coterie.algorithms.fedfomo:train_and_send")
 def train_and_send(block: Block, models: Models | None, work: SGD) -> Answer:
     """Go on training the own model, and send it."""
     train_own(block, models, work)
     return Answer(params=block.memory.get(OWN_MODEL, block.initial))
 
 
-@client_step
+@client_step("coterie.algorithms.fedfomo:best_of")
 def best_of(block: Block, models: Models, work: SGD) -> Answer:
     """Which of the models that were sent is best on the validation samples."""
     return Answer(choice=block.losses(models, split="valid").argmin(1))

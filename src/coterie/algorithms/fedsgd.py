@@ -21,7 +21,7 @@ from coterie.local import SGD
 from coterie.randomness import Rng
 
 
-@client_step
+@client_step("coterie.algorithms.fedsgd:full_gradient")
 def full_gradient(block: Block, models: Models, work: SGD) -> Answer:
     """The gradient over all training samples at the model that was sent, with the float buffers after it."""
     gradient, buffers = block.gradient(models.rows())

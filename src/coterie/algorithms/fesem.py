@@ -32,7 +32,7 @@ from coterie.randomness import Rng
 from coterie.settings import setting
 
 
-@client_step
+@client_step("coterie.algorithms.fesem:train_near_center")
 def train_near_center(block: Block, models: Models, work: SGD, mean_samples: Tensor) -> Answer:
     """Train with a pull of prox / (m alpha_i) towards the center; m alpha_i is samples / mean samples."""
     assert isinstance(work, Proximal)

@@ -25,14 +25,14 @@ from coterie.randomness import Rng
 from coterie.settings import setting
 
 
-@client_step
+@client_step("coterie.algorithms.ifca:choose_and_train")
 def choose_and_train(block: Block, models: Models, work: SGD) -> Answer:
     """Choose by loss on the training data, train the chosen model."""
     choice = block.losses(models).argmin(1)  # [c]
     return Answer(params=block.train(take(models, choice), work), choice=choice, samples=block.samples)
 
 
-@client_step
+@client_step("coterie.algorithms.ifca:choose_and_gradient")
 def choose_and_gradient(block: Block, models: Models, work: SGD) -> Answer:
     """Choose by loss on the training data, answer with the gradient at the chosen model."""
     choice = block.losses(models).argmin(1)  # [c]
@@ -40,7 +40,7 @@ def choose_and_gradient(block: Block, models: Models, work: SGD) -> Answer:
     return Answer(gradient=torch.cat([gradient, buffers], dim=1), choice=choice)
 
 
-@client_step
+@client_step("coterie.algorithms.ifca:choose")
 def choose(block: Block, models: Models, work: SGD) -> Answer:
     """Choose by loss on the training data, and do nothing more."""
     return Answer(choice=block.losses(models).argmin(1))

@@ -15,7 +15,7 @@ from coterie.local import SGD
 from coterie.randomness import Rng
 
 
-@client_step
+@client_step("coterie.algorithms.local:train_own")
 def train_own(block: Block, models: Models | None, work: SGD) -> Answer:
     """Go on training the model that the client remembers."""
     block.memory.put(OWN_MODEL, block.train(block.memory.get(OWN_MODEL, block.initial), work))

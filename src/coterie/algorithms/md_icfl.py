@@ -40,13 +40,13 @@ _SHOWN_SAMPLES = 16  # pseudo samples of each center and class that the confusio
 _SHOWN_PICTURES = 3  # of them that are kept as pictures
 
 
-@client_step
+@client_step("coterie.algorithms.md_icfl:train_only")
 def train_only(block: Block, models: Models, work: SGD) -> Answer:
     """Train the model that was sent, and send nothing but the model."""
     return Answer(params=block.train(models, work))
 
 
-@client_step
+@client_step("coterie.algorithms.md_icfl:nearest")
 def nearest(block: Block, models: Models | None, work: SGD, distances: Tensor) -> Answer:
     """The center nearest by the client's own label distribution: distances [c, K, L] -> argmin [c]."""
     return Answer(choice=weighted(distances, block.label_counts()).argmin(1))

@@ -10,6 +10,7 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from coterie.algorithm import algorithms
 from coterie.errors import ConfigError
 from coterie.federation import SplitName
 from coterie.flower.link import hello_of
@@ -25,6 +26,7 @@ SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
 def deployed_client_app(site: Any, mods: Sequence[Any] = ()) -> ClientApp:
     """Answers for one site. `site` has `model()`, `load_data(context)`, `CLASSES`, `INPUT`, perhaps `name(context)`."""
+    algorithms()  # registers the client steps of every method
     app = ClientApp(mods=list(mods))
 
     @app.query()

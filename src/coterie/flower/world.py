@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from coterie.block import step_modules
 from coterie.federation import Federation, Move, Split
 from coterie.transforms import View
 
@@ -33,6 +35,7 @@ def write_world(folder: Path, federation: Federation) -> None:
         "std": federation.std,
         "moves": [move.round for move in federation.moves],
         "repeats": federation.repeats,
+        "steps": step_modules(),
     }
     save_file({k: v.contiguous().clone() for k, v in tensors.items()}, str(folder / "federation.safetensors"))
     (folder / "federation.json").write_text(json.dumps(plain))
@@ -42,6 +45,8 @@ def read_world(folder: Path, views: Sequence[View]) -> Federation:
     """The federation that was written there, seen through these views."""
     plain = json.loads((folder / "federation.json").read_text())
     tensors = load_file(str(folder / "federation.safetensors"))
+    for module in plain.pop("steps"):  # the folder is this user's own: the simulation that wrote it runs the same steps
+        importlib.import_module(module)
 
     def split(name: str) -> Split:
         return Split(tensors[f"{name}.index"], tensors[f"{name}.offsets"], tensors[f"{name}.shard"])
