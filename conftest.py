@@ -3,5 +3,12 @@
 from importlib.util import find_spec
 
 collect_ignore_glob = (
-    [] if find_spec("flwr") else ["src/coterie/flower/*", "tests/flower/fakes.py", "tests/flower/sites.py"]
+    []
+    if find_spec("flwr")
+    else [
+        "src/coterie/engines/flower/*",
+        "src/coterie/deploy/*",
+        "tests/flower/fakes.py",
+        "tests/flower/sites.py",
+    ]
 )

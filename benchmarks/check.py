@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from coterie.bench import Bench, machine, workloads
+from coterie.runs.bench import Bench, machine, workloads
 
 RECORD = Path(__file__).with_name("recorded.json")
 WATCHED = ("mclr", "mlp", "lenet", "leaf-cnn")

@@ -14,7 +14,7 @@ from typing import Any
 from pool import Row, run_all
 
 import coterie
-from coterie.algorithm import find_algorithm
+from coterie.methods.base import find_algorithm
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fesem": ("fesem", {}),

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.flower.sites import Sites
 
 import coterie
-from coterie.federation import Federation
-from coterie.flower.example import rotated_shares
-from coterie.local import SGD
+from coterie.client.work import SGD
+from coterie.data.federation import Federation
+from coterie.deploy.example import rotated_shares
 
 
 def model() -> torch.nn.Module:

@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import torch
 
-from coterie.api import Setup, execute
-from coterie.bench import CPU_WORKLOADS, Bench, Workload
-from coterie.config import merge, resolve
+from coterie.runs.bench import CPU_WORKLOADS, Bench, Workload
+from coterie.runs.execution import execute
+from coterie.runs.experiment import merge, resolve
 
 
 def microseconds(workload: Workload, device: str) -> float:
@@ -42,7 +42,7 @@ def round_of(method: str, clusters: int, device: str, rounds: int = 3) -> dict[s
         "dataset": {"samples": 120, "shape": [1, 28, 28], "classes": 10},
         "work": {"lr": 0.05, "epochs": 1, "batch_size": 20},
     }  # fmt: skip
-    seconds = execute(Setup.of(resolve(merge(tables)))).summary["seconds"]
+    seconds = execute(resolve(merge(tables))).loaded().summary["seconds"]
     return {"clients_s": round(seconds["train"] / rounds, 3), "server_s": round(seconds["server"] / rounds, 3)}
 
 

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from pool import Row, run_all
 
-from coterie.api import Setup
-from coterie.block import train
-from coterie.clustering import CenterSums
-from coterie.config import merge, resolve
+from coterie.client.block import train
 from coterie.engines import make_engine
+from coterie.methods.parts.clustering import CenterSums
 from coterie.randomness import Rng
-from coterie.train import Trainer
+from coterie.runs.experiment import merge, resolve
+from coterie.runs.loop import Trainer
 
 
 def trainer_of(method: str, seed: int, guard: bool) -> Trainer:
@@ -30,9 +29,9 @@ def trainer_of(method: str, seed: int, guard: bool) -> Trainer:
         "run": {"algorithm": method, "dataset": "rotated-digits", "seed": seed, "rounds": 20},
         "algorithm": {"guard": guard},
     }
-    setup = Setup.of(resolve(merge(tables)))
-    engine = make_engine("vectorized", setup.task(), setup.federation, "cpu")
-    return Trainer(setup.algorithm, engine, setup.federation, setup.schedule)
+    setup = resolve(merge(tables)).loaded()
+    engine = make_engine("vectorized", setup.task(), setup.federation(), "cpu")
+    return Trainer(setup.algorithm, engine, setup.federation(), setup.schedule)
 
 
 def with_wrong_labels(trainer: Trainer, seed: int, share: float = 0.3) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from coterie.bench import Bench, workloads
-from coterie.engine import resolve_device
+from coterie.engines.base import resolve_device
+from coterie.runs.bench import Bench, workloads
 
 
 def main() -> None:

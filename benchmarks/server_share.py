@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from coterie.algorithm import algorithms
-from coterie.api import Setup, execute
-from coterie.config import merge, resolve
+from coterie.methods.base import algorithms
+from coterie.runs.execution import execute
+from coterie.runs.experiment import merge, resolve
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
             "dataset": {"samples": 120, "shape": [1, 28, 28], "classes": 10},
             "work": {"lr": 0.05, "epochs": 1, "batch_size": 20},
         }
-        seconds = execute(Setup.of(resolve(merge(tables)))).summary["seconds"]
+        seconds = execute(resolve(merge(tables))).loaded().summary["seconds"]
         train, server = seconds["train"] / options.rounds, seconds["server"] / options.rounds
         row = {"method": name, "train": round(train, 3), "server": round(server, 3), "share": round(server / train, 3)}
         print(json.dumps(row), flush=True)

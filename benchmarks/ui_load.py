@@ -24,7 +24,7 @@ import httpx
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.report.made import append_round, make_run
+from tests.views.report.made import append_round, make_run
 
 # What is asked, in turn, and the status that must come.
 ASKED = (

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coterie.algorithm import Algorithm
-from coterie.federation import Federation
-from coterie.local import SGD
-from coterie.train import Schedule, Trainer
+from coterie.client.work import SGD
+from coterie.data.federation import Federation
+from coterie.methods.base import Algorithm
+from coterie.runs.loop import Schedule, Trainer
 from tests.helpers import setup_of, trainer_of
 
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from coterie.algorithm import Algorithm
-from coterie.api import Setup
-from coterie.datasets.synthetic import Synthetic
+from coterie.client.work import SGD
+from coterie.data.federation import Federation
+from coterie.data.scenario import Scenario
+from coterie.data.sources.synthetic import Synthetic
 from coterie.engines import make_engine
-from coterie.federation import Federation
-from coterie.local import SGD
+from coterie.methods.base import Algorithm
 from coterie.randomness import Rng
-from coterie.runs import RunFolder
-from coterie.scenario import Scenario
-from coterie.train import Schedule, Trainer
+from coterie.runs.experiment import Experiment
+from coterie.runs.folder import RunFolder
+from coterie.runs.loop import Schedule, Trainer
 
 WORK = SGD(lr=0.2, momentum=0.5, weight_decay=1e-3, epochs=2, batch_size=5)
 
@@ -32,15 +32,15 @@ def reserved_for(algorithm: Algorithm) -> int:
     return min(2, getattr(algorithm, "indicators", 0))
 
 
-def setup_of(algorithm: Algorithm, federation: Federation | None = None, **changes: Any) -> Setup:
+def setup_of(algorithm: Algorithm, federation: Federation | None = None, **changes: Any) -> Experiment:
     """A run of a few rounds with a small network; a method that needs the server's own samples gets some."""
     if federation is None:
         federation = ragged_federation(reserve=reserved_for(algorithm))
     values: dict[str, Any] = {
         "algorithm": algorithm,
         "algorithm_name": algorithm.key,
-        "federation": federation,
-        "dataset_name": "ragged",
+        "data": federation,
+        "dataset": "ragged",
         "model": "mlp",
         "model_settings": {"hidden": 6},
         "work": WORK,
@@ -50,18 +50,19 @@ def setup_of(algorithm: Algorithm, federation: Federation | None = None, **chang
         "device": "cpu",
         "engine_settings": {"precision": "float64"},
     }
-    return Setup(**values | changes)
+    return Experiment(**values | changes)
 
 
-def trainer_of(setup: Setup, folder: RunFolder | None = None, **more: Any) -> Trainer:
+def trainer_of(experiment: Experiment, folder: RunFolder | None = None, **more: Any) -> Trainer:
     """A trainer that has not started yet."""
-    engine = make_engine(setup.engine, setup.task(), setup.federation, setup.device, setup.engine_settings)
-    return Trainer(setup.algorithm, engine, setup.federation, setup.schedule, folder, **more)
+    data = experiment.federation()
+    engine = make_engine(experiment.engine, experiment.task(), data, experiment.device, experiment.engine_settings)
+    return Trainer(experiment.algorithm, engine, data, experiment.schedule, folder, **more)
 
 
-def finished(setup: Setup) -> Trainer:
+def finished(experiment: Experiment) -> Trainer:
     """A trainer that has run to the end."""
-    trainer = trainer_of(setup)
+    trainer = trainer_of(experiment)
     trainer.run()
     return trainer
 

@@ -13,11 +13,12 @@ from torch import nn
 
 import coterie
 from coterie import SGD, FedAvg, FeSEM, Local
-from coterie.api import Result, Setup, execute, find_loss
-from coterie.config import merge, resolve
+from coterie.api import Result
+from coterie.data.federation import Federation
 from coterie.errors import ConfigError, CoterieError, Interrupted, MissingExtra, ModelError, RunError, UnknownName
-from coterie.federation import Federation
-from coterie.runs import RunFolder
+from coterie.runs.execution import execute
+from coterie.runs.experiment import Experiment, find_loss, merge, resolve
+from coterie.runs.folder import RunFolder
 
 WORK = SGD(lr=0.2, epochs=1, batch_size=20)
 
@@ -244,13 +245,13 @@ def test_an_own_network_that_raises_leaves_no_folder_either(digits: Federation, 
 # ---- going on ----
 
 
-def setup(digits: Federation, **changes: Any) -> Setup:
+def setup(digits: Federation, **changes: Any) -> Experiment:
     tables = merge({"run": {"clients": 8, "rounds": 3, "model": "mclr", "checkpoint_every": 0}, "work": {"epochs": 1}})
-    made = Setup.of(resolve(tables))
-    return Setup(**{**vars(made), **changes})
+    made = resolve(tables).loaded()
+    return Experiment(**{**vars(made), **changes})
 
 
-def stopped(what: Setup, root: Path) -> RunFolder:
+def stopped(what: Experiment, root: Path) -> RunFolder:
     folder = RunFolder.create(root, "a", "a", what.tables())
     with pytest.raises(Interrupted):
         execute(what, folder, should_stop=lambda: True)
@@ -268,7 +269,7 @@ def test_resuming_reuses_what_the_engine_chose(digits: Federation, tmp_path: Pat
 def test_data_that_has_changed_is_refused_and_the_run_is_kept(digits: Federation, tmp_path: Path):
     folder = stopped(setup(digits), tmp_path)
     before = sorted(str(p) for p in folder.path.rglob("*"))
-    other = setup(digits, federation=digits.select(list(range(7))))
+    other = setup(digits, data=digits.select(list(range(7))))
     with pytest.raises(RunError, match="has changed since the run began; it cannot be resumed"):
         execute(other, folder)
     assert sorted(str(p) for p in folder.path.rglob("*")) == before
@@ -283,7 +284,7 @@ def test_data_that_has_changed_is_refused_and_the_run_is_kept(digits: Federation
     ],
 )
 def test_default_names_are_file_names(digits: Federation, dataset: str, algorithm: str, name: str):
-    assert setup(digits, dataset_name=dataset, algorithm_name=algorithm).default_name == name
+    assert setup(digits, dataset=dataset, algorithm_name=algorithm).default_name == name
 
 
 def test_losses_are_found_by_name_or_place():

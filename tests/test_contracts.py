@@ -9,17 +9,17 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 import torch
 
-from coterie.algorithm import Algorithm, algorithms
-from coterie.dataset import presets, source_class
+from coterie.client.work import WORK as LOCAL_WORK
+from coterie.data.dataset import presets, source_class
+from coterie.data.federation import Federation, Split
+from coterie.data.scenario import Common, parts
 from coterie.engines.in_process import EngineSettings
 from coterie.errors import ConfigError
-from coterie.federation import Federation, Split
-from coterie.local import WORK as LOCAL_WORK
-from coterie.models import models
-from coterie.runs import RunFolder
-from coterie.scenario import Common, parts
+from coterie.methods.base import Algorithm, algorithms
+from coterie.nets.registry import models
+from coterie.runs.folder import RunFolder
+from coterie.runs.loop import Schedule
 from coterie.settings import build, fields_of
-from coterie.train import Schedule
 from tests.helpers import assert_same, finished, outcome, ragged_federation, reserved_for, setup_of, trainer_of
 
 METHODS = sorted(algorithms())
@@ -84,7 +84,8 @@ class TestAlgorithm:
         whole = finished(setup_of(make(name), schedule=Schedule(rounds=3, participation=0.6)))
         folder = RunFolder.create(tmp_path, "run", "", {"run": {}})
         half = trainer_of(
-            setup_of(make(name), schedule=Schedule(rounds=stop_after, participation=0.6, checkpoint_every=0)), folder
+            setup_of(make(name), schedule=Schedule(rounds=stop_after, participation=0.6, checkpoint_every=0)),
+            folder,
         )
         half.run()
         folder.append({"round": "a round that the checkpoint does not know"})
@@ -264,7 +265,7 @@ SMALL = {"mclr", "mlp", "lenet", "leaf-cnn"}
 
 @pytest.mark.parametrize("name", ["rotated-digits", "digits", "synthetic"])
 def test_embedded_datasets_deal(name):
-    from coterie.config import merge, resolve
+    from coterie.runs.experiment import merge, resolve
 
     made = [resolve(merge({"run": {"dataset": name, "seed": seed}})).federation() for seed in (0, 0, 1)]
     assert isinstance(made[0], Federation)

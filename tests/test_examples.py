@@ -29,7 +29,8 @@ def test_own_algorithm_is_short_and_the_same_on_both_engines(capsys):
 def test_public_names_are_what_can_be_imported():
     import coterie
 
-    public = {name for name in vars(coterie) if not name.startswith("_")}
-    modules = {name for name in public if type(getattr(coterie, name)).__name__ == "module"}
-    assert set(coterie.__all__) == (public - modules) | (set(coterie.__all__) & modules)
-    assert all(hasattr(coterie, name) for name in coterie.__all__)
+    assert all(getattr(coterie, name) is not None for name in coterie.__all__)
+    public = {name for name, value in vars(coterie).items() if not name.startswith("_") and not ismodule(value)}
+    assert public - {"TYPE_CHECKING", "Any", "VERSION", "annotations", "import_module"} == set(coterie.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = coterie.nothing

@@ -12,11 +12,12 @@ import time
 import pytest
 import torch
 
-from coterie import bench, peers
-from coterie.bench import Bench, Workload
+from coterie import peers
 from coterie.peers import PEERS, Peer, choose
 from coterie.peers.fedlab import _quiet
 from coterie.peers.flower import tree_seconds
+from coterie.runs import bench
+from coterie.runs.bench import Bench, Workload
 
 SMALL = {"mclr": Workload("mclr", (1, 4, 4), 5, 2, 6, 3)}
 

@@ -2,54 +2,81 @@
 
 The path of the data, which the layout shows:
 
-    source -> scenario -> federation -> engine <-> algorithm -> metrics -> run folder -> report
-    (samples) (who gets   (client       (work on    (init,       (numbers)  (files)       (pictures)
-               what)       shards)       clients)    round)
+    source -> scenario -> federation -> engine <-> method -> metrics -> run folder -> report
+    (samples) (partition) (client       (runs the   (start,  (numbers)  (files)       (pictures)
+                           shards)       clients)    round)
+
+Names are imported when they are first used, so that `coterie --help` does not wait for torch.
 """
 
-__version__ = "0.1.0"
+from __future__ import annotations
 
-from coterie.algorithm import Algorithm, ClusterState, Personal, register
-from coterie.algorithms.fedavg import FedAvg
-from coterie.algorithms.fesem import FeSEM
-from coterie.algorithms.ifca import IFCA
-from coterie.algorithms.local import Local
-from coterie.api import Result, run
-from coterie.block import Answer, Block, Models, client_step, take, train
-from coterie.clustering import CenterSums
-from coterie.dataset import Dataset
-from coterie.engine import Chunk, Engine
-from coterie.errors import CoterieError
-from coterie.federation import Federation
-from coterie.local import SGD, Proximal
-from coterie.randomness import Rng
-from coterie.settings import setting
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "IFCA",
-    "SGD",
-    "Algorithm",
-    "Answer",
-    "Block",
-    "CenterSums",
-    "Chunk",
-    "ClusterState",
-    "CoterieError",
-    "Dataset",
-    "Engine",
-    "FeSEM",
-    "FedAvg",
-    "Federation",
-    "Local",
-    "Models",
-    "Personal",
-    "Proximal",
-    "Result",
-    "Rng",
-    "client_step",
-    "register",
-    "run",
-    "setting",
-    "take",
-    "train",
-]
+from coterie.version import VERSION
+
+__version__ = VERSION
+
+if TYPE_CHECKING:
+    from coterie.api import Result as Result
+    from coterie.api import run as run
+    from coterie.client.block import Answer as Answer
+    from coterie.client.block import Block as Block
+    from coterie.client.block import Models as Models
+    from coterie.client.block import client_step as client_step
+    from coterie.client.block import take as take
+    from coterie.client.block import train as train
+    from coterie.client.work import SGD as SGD
+    from coterie.client.work import Proximal as Proximal
+    from coterie.data.dataset import Dataset as Dataset
+    from coterie.data.federation import Federation as Federation
+    from coterie.engines.base import Chunk as Chunk
+    from coterie.engines.base import Engine as Engine
+    from coterie.errors import CoterieError as CoterieError
+    from coterie.methods.base import Algorithm as Algorithm
+    from coterie.methods.base import ClusterState as ClusterState
+    from coterie.methods.base import Personal as Personal
+    from coterie.methods.base import register as register
+    from coterie.methods.fedavg import FedAvg as FedAvg
+    from coterie.methods.fesem import FeSEM as FeSEM
+    from coterie.methods.ifca import IFCA as IFCA
+    from coterie.methods.local import Local as Local
+    from coterie.methods.parts.clustering import CenterSums as CenterSums
+    from coterie.randomness import Rng as Rng
+    from coterie.settings import setting as setting
+    from coterie.views import plots as plots
+
+_HOMES = {
+    "api": ("Result", "run"),
+    "client.block": ("Answer", "Block", "Models", "client_step", "take", "train"),
+    "client.work": ("SGD", "Proximal"),
+    "data.dataset": ("Dataset",),
+    "data.federation": ("Federation",),
+    "engines.base": ("Chunk", "Engine"),
+    "errors": ("CoterieError",),
+    "methods.base": ("Algorithm", "ClusterState", "Personal", "register"),
+    "methods.fedavg": ("FedAvg",),
+    "methods.fesem": ("FeSEM",),
+    "methods.ifca": ("IFCA",),
+    "methods.local": ("Local",),
+    "methods.parts.clustering": ("CenterSums",),
+    "randomness": ("Rng",),
+    "settings": ("setting",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "plots":
+        return import_module("coterie.views.plots")
+    if name not in _HOME:
+        raise AttributeError(f"module 'coterie' has no attribute '{name}'")
+    found = getattr(import_module(f"coterie.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "plots", "__version__"]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from coterie.cli.main import main
-from coterie.report.data import read_run
-from coterie.report.page import write_report
+from coterie.runs.reading import read_run
+from coterie.views.report.page import write_report
+from tests.views.report.made import make_run, row_of
+from tests.views.report.test_page import EVIL, evil_run
 
-from ..report.made import make_run, row_of
-from ..report.test_page import EVIL, evil_run
 from .conftest import Browser
 
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::ResourceWarning")]

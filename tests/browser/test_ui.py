@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs pip install 'coterie[ui]'")
 
-from coterie.runs import RunFolder
+from coterie.runs.folder import RunFolder
+from tests.views.report.made import append_round, make_run
+from tests.views.ui.test_app import serving
 
-from ..report.made import append_round, make_run
-from ..ui.test_app import serving
 from .conftest import Browser
 
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::ResourceWarning")]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coterie.runs import RunFolder
+from coterie.runs.folder import RunFolder
 
 from .conftest import TINY, Command
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from coterie.fetch import RECIPES
+from coterie.data.fetch import RECIPES
+from tests.data.sources.conftest import hub  # noqa: F401
+from tests.data.sources.originals import CASES
 
-from ..datasets.conftest import hub  # noqa: F401
-from ..datasets.originals import CASES
 from .conftest import Command
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from coterie.cli import data_show
-from coterie.config import merge, resolve
+from coterie.runs.experiment import merge, resolve
 
 from .conftest import Command
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from coterie.algorithm import algorithms
-from coterie.dataset import presets
-from coterie.models import models
-from coterie.runs import RunFolder
-from coterie.scenario import parts
+from coterie.data.dataset import presets
+from coterie.data.scenario import parts
+from coterie.methods.base import algorithms
+from coterie.nets.registry import models
+from coterie.runs.folder import RunFolder
 from coterie.settings import fields_of
+from tests.views.report.made import make_run
 
-from ..report.made import make_run
 from .conftest import Command
 
 THINGS = {"algorithms": algorithms, "datasets": presets, "models": models, "scenarios": parts}

@@ -12,9 +12,9 @@ import torch
 
 from coterie.api import open_run
 from coterie.cli.main import main
-from coterie.config import merge, resolve
-from coterie.models import build_model
+from coterie.nets.registry import build_model
 from coterie.randomness import Rng
+from coterie.runs.experiment import merge, resolve
 
 from .conftest import TINY, Command
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from coterie.config import merge, read_tables, resolve
-from coterie.report.data import read_run
-from coterie.report.payload import run_payload
+from coterie.runs.experiment import merge, read_tables, resolve
+from coterie.runs.reading import read_run
+from coterie.views.report.payload import run_payload
+from tests.views.report.made import make_run
 
-from ..report.made import make_run
 from .conftest import TINY, Command
 
 

@@ -21,7 +21,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from coterie.runs import RunFolder
+from coterie.runs.folder import RunFolder
 
 from .conftest import TINY, Command
 
@@ -693,7 +693,7 @@ def test_a_full_disk_while_checkpointing_keeps_the_checkpoint_before(
 FILL_THE_DISK = """
 import resource, sys
 from coterie.cli.main import main
-from coterie.runs import RunFolder
+from coterie.runs.folder import RunFolder
 
 save = RunFolder.save_checkpoint
 

@@ -19,8 +19,8 @@ import pytest
 
 from coterie.cli.ui import token_for
 from coterie.errors import ConfigError
+from tests.views.report.made import make_run
 
-from ..report.made import make_run
 from .conftest import Command
 
 

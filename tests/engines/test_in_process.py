@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coterie.algorithms.fedavg import FedAvg
-from coterie.block import Answer, client_step, train
-from coterie.engine import available_memory, resolve_device
+from coterie.client.block import Answer, client_step, train
 from coterie.engines import make_engine
+from coterie.engines.base import available_memory, resolve_device
 from coterie.errors import ConfigError, EngineError, UnknownName
+from coterie.methods.fedavg import FedAvg
 from coterie.randomness import Rng
 from tests.helpers import finished, ragged_federation, setup_of
 
 
 def engine_of(name="vectorized", **settings):
     setup = setup_of(FedAvg(), engine=name, engine_settings=settings)
-    return make_engine(setup.engine, setup.task(), setup.federation, "cpu", setup.engine_settings)
+    return make_engine(setup.engine, setup.task(), setup.federation(), "cpu", setup.engine_settings)
 
 
 @client_step
@@ -143,7 +143,7 @@ def test_draw_depends_on_keys_not_on_places():
     chosen = {engine.names[i] for i in cohort}
     order = torch.tensor([8, 3, 1, 0, 2, 7, 6, 5, 4])
     setup = setup_of(FedAvg(), ragged_federation().select(order))
-    moved = make_engine("vectorized", setup.task(), setup.federation, "cpu")
+    moved = make_engine("vectorized", setup.task(), setup.federation(), "cpu")
     assert {moved.names[i] for i in moved.draw(Rng.seed(4), 3)} == chosen
     assert torch.equal(engine.draw(Rng.seed(4), 99), engine.everyone())
 
@@ -158,7 +158,7 @@ def test_bad_settings():
     setup = setup_of(FedAvg())
     task = setup.task()
     with pytest.raises(UnknownName, match="no engine 'vectorised'. Did you mean 'vectorized'"):
-        make_engine("vectorised", task, setup.federation)
+        make_engine("vectorised", task, setup.federation())
     with pytest.raises(ConfigError, match="chunk of EngineSettings must be an int >= 1 or nothing. Got 0 instead"):
         engine_of(chunk=0)
     with pytest.raises(UnknownName, match="Did you mean 'precision'"):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from coterie.algorithms.fedavg import FedAvg
-from coterie.algorithms.local import Local
+from coterie.client.work import SGD
 from coterie.engines import make_engine
-from coterie.local import SGD
+from coterie.methods.fedavg import FedAvg
+from coterie.methods.local import Local
 from tests.helpers import assert_same, finished, ragged_federation, setup_of
 
 
@@ -118,7 +118,7 @@ def test_chunk_follows_memory():
             model_settings={},
             engine_settings={"memory": memory},
         )
-        return make_engine("vectorized", setup.task(), setup.federation, "cpu", setup.engine_settings).describe()[
+        return make_engine("vectorized", setup.task(), setup.federation(), "cpu", setup.engine_settings).describe()[
             "chunk"
         ]
 
@@ -131,7 +131,7 @@ def test_chunk_follows_memory():
 
 def test_regression_with_mse():
     generator = torch.Generator().manual_seed(0)
-    from coterie.federation import Federation
+    from coterie.data.federation import Federation
 
     clients = {}
     for i in range(4):

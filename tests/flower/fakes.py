@@ -11,13 +11,13 @@ from uuid import uuid4
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from coterie.block import Task
-from coterie.federation import Federation
-from coterie.flower.client import simulated_client_app
-from coterie.flower.engine import FlowerEngine, FlowerSettings
-from coterie.flower.link import Link
-from coterie.flower.world import write_world
-from coterie.network import cross_entropy
+from coterie.client.block import Task
+from coterie.data.federation import Federation
+from coterie.engines.flower.client import simulated_client_app
+from coterie.engines.flower.engine import FlowerEngine, FlowerSettings
+from coterie.engines.flower.link import Link
+from coterie.engines.flower.world import write_world
+from coterie.nets.flat import cross_entropy
 
 Fault = Callable[[Message], Message | None]
 

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from coterie.flower.deploy import write_app, write_keys
+from coterie.deploy.init import write_app, write_keys
 
 BIN = Path(sys.executable).parent
 
@@ -23,7 +23,7 @@ import time
 from collections import OrderedDict
 import numpy as np
 from flwr.app import Array, ArrayRecord, RecordDict
-from coterie.flower import client_app
+from coterie.deploy import client_app
 from sites import task
 
 

@@ -10,8 +10,8 @@ import tomllib
 import pytest
 
 from coterie.cli.main import main
+from coterie.deploy.init import write_app
 from coterie.errors import StorageError
-from coterie.flower.deploy import write_app
 
 
 def call(*arguments):
@@ -43,7 +43,7 @@ def test_every_key_of_its_config_is_known():
     import tempfile
     from pathlib import Path
 
-    from coterie.flower.server import tables_of
+    from coterie.deploy.server import tables_of
 
     with tempfile.TemporaryDirectory() as folder:
         write_app(Path(folder) / "a")
@@ -56,8 +56,8 @@ def test_every_key_of_its_config_is_known():
 
 def test_a_wrong_key_of_the_config_is_told():
     pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
+    from coterie.deploy.server import tables_of
     from coterie.errors import ConfigError
-    from coterie.flower.server import tables_of
 
     with pytest.raises(ConfigError, match="no run config key 'round'"):
         tables_of({"round": 3})
@@ -109,9 +109,9 @@ def test_without_flower_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "flwr", None)
     assert call("run", "--engine", "flower", "--rounds", "1") == 2
     assert "coterie[flower]" in capsys.readouterr().err
-    import coterie.flower
+    import coterie.deploy
     from coterie.errors import MissingExtra
 
-    for make in (coterie.flower.client_app, coterie.flower.server_app):
+    for make in (coterie.deploy.client_app, coterie.deploy.server_app):
         with pytest.raises(MissingExtra, match="flower"):
             make(object())

@@ -25,9 +25,9 @@ def sites(tmp_path, request):
 def in_process(algorithm, rounds, count, seed=0, **work):
     """The same run in this process."""
     import coterie
-    from coterie.federation import Federation
-    from coterie.flower.example import rotated_shares
-    from coterie.local import SGD
+    from coterie.client.work import SGD
+    from coterie.data.federation import Federation
+    from coterie.deploy.example import rotated_shares
 
     shares = rotated_shares(shares=8, turns=(0, 180))
     data = Federation.from_clients({f"site-{i}": shares[f"site-{i}"] for i in range(count)}, num_classes=10)
@@ -42,7 +42,7 @@ def in_process(algorithm, rounds, count, seed=0, **work):
 
 @pytest.mark.parametrize("sites", [{"secure": True}], indirect=True)
 def test_four_nodes_with_tls_and_keys_give_what_one_process_gives(sites):
-    from coterie.algorithms.fesem import FeSEM
+    from coterie.methods.fesem import FeSEM
 
     sites.superlink()
     for number in range(4):

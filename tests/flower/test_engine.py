@@ -13,11 +13,11 @@ pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
 
 from flwr.app import Array, ArrayRecord
 
-from coterie.algorithm import algorithms, find_algorithm
-from coterie.block import train
+from coterie.client.block import train
 from coterie.engines import make_engine
+from coterie.methods.base import algorithms, find_algorithm
 from coterie.randomness import Rng
-from coterie.train import Schedule, Trainer
+from coterie.runs.loop import Schedule, Trainer
 from tests.flower.fakes import engine_over, world
 from tests.helpers import ragged_federation, reserved_for, setup_of
 
@@ -29,7 +29,7 @@ def setup_for(name, **changes):
 
 
 def run_over(setup, engine, rounds=3, **schedule):
-    trainer = Trainer(setup.algorithm, engine, setup.federation, Schedule(rounds=rounds, **schedule))
+    trainer = Trainer(setup.algorithm, engine, setup.federation(), Schedule(rounds=rounds, **schedule))
     trainer.run()
     return trainer
 
@@ -37,9 +37,9 @@ def run_over(setup, engine, rounds=3, **schedule):
 @pytest.mark.parametrize("name", algorithms())
 def test_every_method_gives_what_the_loop_gives(name, tmp_path):
     setup = setup_for(name)
-    engine, _ = engine_over(tmp_path, setup.task(), setup.federation)
+    engine, _ = engine_over(tmp_path, setup.task(), setup.federation())
     ours = run_over(setup, engine)
-    loop = make_engine("loop", setup.task(), setup.federation, "cpu", {"precision": "float64"})
+    loop = make_engine("loop", setup.task(), setup.federation(), "cpu", {"precision": "float64"})
     theirs = run_over(setup, loop)
     assert np.array_equal(ours.progress.labels[-1], theirs.progress.labels[-1])
     found, expected = ours.summary(), theirs.summary()
@@ -57,8 +57,8 @@ def test_every_method_gives_what_the_loop_gives(name, tmp_path):
 def test_messages_of_a_client_in_a_round(name, settings, messages, tmp_path):
     algorithm = find_algorithm(name)(**settings)
     setup = setup_of(algorithm, ragged_federation())
-    engine, grid = engine_over(tmp_path, setup.task(), setup.federation)
-    trainer = Trainer(algorithm, engine, setup.federation, Schedule(rounds=2, evaluate_every=2))
+    engine, grid = engine_over(tmp_path, setup.task(), setup.federation())
+    trainer = Trainer(algorithm, engine, setup.federation(), Schedule(rounds=2, evaluate_every=2))
     trainer._start()
     before = len(grid.sent)
     trainer._round(1)
@@ -69,7 +69,7 @@ def test_messages_of_a_client_in_a_round(name, settings, messages, tmp_path):
 
 def test_one_record_for_each_distinct_model(tmp_path):
     setup = setup_for("fedavg")
-    engine, grid = engine_over(tmp_path, setup.task(), setup.federation)
+    engine, grid = engine_over(tmp_path, setup.task(), setup.federation())
     models = engine.initial().repeat(2, 1)
     refs = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1, 0])
     before = len(grid.sent)
@@ -104,31 +104,31 @@ BAD = {
 @pytest.mark.parametrize("reason", BAD)
 def test_an_answer_that_cannot_be_used_is_refused_by_name(reason, tmp_path):
     setup = setup_for("fedavg")
-    engine, grid = engine_over(tmp_path, setup.task(), setup.federation, deadline=0.2)
+    engine, grid = engine_over(tmp_path, setup.task(), setup.federation(), deadline=0.2)
     grid.faults[104] = BAD[reason]
     models, refs = engine.initial().unsqueeze(0), torch.zeros(9, dtype=torch.int64)
     chunks = list(engine.call(train, engine.everyone(), models=models, refs=refs, rng=Rng.seed(0)))
     answered = torch.cat([chunk.clients for chunk in chunks]).tolist()
     assert answered == [0, 1, 2, 3, 5, 6, 7, 8]
     [failure] = engine.failures
-    assert failure.client == setup.federation.names[4]
+    assert failure.client == setup.federation().names[4]
     assert reason in failure.reason
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e30])
 def test_numbers_that_cannot_be_are_refused(value, tmp_path):
     setup = setup_for("fedavg")
-    engine, grid = engine_over(tmp_path, setup.task(), setup.federation)
+    engine, grid = engine_over(tmp_path, setup.task(), setup.federation())
     size = setup.task().layout.size
     grid.faults[104] = changed(params=Array(np.full((1, size), value)))
     models, refs = engine.initial().unsqueeze(0), torch.zeros(9, dtype=torch.int64)
     list(engine.call(train, engine.everyone(), models=models, refs=refs, rng=Rng.seed(0)))
-    assert [failure.client for failure in engine.failures] == [setup.federation.names[4]]
+    assert [failure.client for failure in engine.failures] == [setup.federation().names[4]]
 
 
 def test_a_step_that_raises_at_the_client_is_told_in_its_words(tmp_path):
     setup = setup_for("fedavg")
-    engine, _ = engine_over(tmp_path, setup.task(), setup.federation)
+    engine, _ = engine_over(tmp_path, setup.task(), setup.federation())
     models, refs = torch.zeros(1, 3, dtype=torch.float64), torch.zeros(9, dtype=torch.int64)
     assert list(engine.call(train, engine.everyone(), models=models, refs=refs, rng=Rng.seed(0))) == []
     assert len(engine.failures) == 9
@@ -170,7 +170,7 @@ def test_clients_that_come_in_the_middle(name, tmp_path):
 
 def test_a_client_that_is_away_is_named_and_known_when_it_comes_back(tmp_path):
     setup = setup_for("fedavg")
-    engine, grid = engine_over(tmp_path, setup.task(), setup.federation)
+    engine, grid = engine_over(tmp_path, setup.task(), setup.federation())
     models, refs = engine.initial().unsqueeze(0), torch.zeros(9, dtype=torch.int64)
     gone = grid.nodes.pop(103)
     engine.link.roll_call()
@@ -183,7 +183,7 @@ def test_a_client_that_is_away_is_named_and_known_when_it_comes_back(tmp_path):
 
 
 def test_a_run_with_clients_that_came_is_saved_and_goes_on(tmp_path):
-    from coterie.runs import RunFolder
+    from coterie.runs.folder import RunFolder
 
     everyone = ragged_federation()
     setup = setup_of(find_algorithm("fesem")(), everyone)

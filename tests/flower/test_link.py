@@ -10,7 +10,7 @@ pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
 
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from coterie.flower.link import Link, hello_of
+from coterie.engines.flower.link import Link, hello_of
 from tests.flower.fakes import FakeGrid
 
 

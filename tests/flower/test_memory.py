@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
 
+from coterie.engines.flower.memory import DiskMemory, plain_name
 from coterie.errors import StorageError
-from coterie.flower.memory import DiskMemory, plain_name
 
 NOTHING = torch.full((1, 2), -1.0)
 

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("ray", reason="needs pip install 'coterie[flower]'")
 
-from coterie.algorithm import algorithms, find_algorithm
-from coterie.api import Setup, execute
-from coterie.config import merge, resolve
+from coterie.methods.base import algorithms, find_algorithm
+from coterie.runs.execution import execute
+from coterie.runs.experiment import merge, resolve
 from tests.helpers import ragged_federation, setup_of
 
 pytestmark = pytest.mark.flower
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.flower
 def digits(name, engine):
     """A method on some clients of rotated digits."""
     head = {"algorithm": name, "dataset": "rotated-digits", "clients": 8, "rounds": 2, "engine": engine}
-    return Setup.of(resolve(merge({"run": head, "engine": {"precision": "float64"}, "work": {"epochs": 2}})))
+    return resolve(merge({"run": head, "engine": {"precision": "float64"}, "work": {"epochs": 2}})).loaded()
 
 
 @pytest.mark.parametrize("name", algorithms())
@@ -65,8 +65,8 @@ def test_rotated_digits_from_the_command_line(tmp_path, capsys):
 def test_a_simulated_run_that_was_stopped_goes_on(tmp_path):
     """`local`: what clients remember comes back from the checkpoint, since the simulation's own disk is gone."""
     from coterie.errors import Interrupted
-    from coterie.runs import RunFolder
-    from coterie.train import Schedule
+    from coterie.runs.folder import RunFolder
+    from coterie.runs.loop import Schedule
 
     setup = setup_of(
         find_algorithm("local")(), ragged_federation(clients=4), engine="flower", schedule=Schedule(rounds=3)

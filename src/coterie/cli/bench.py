@@ -12,7 +12,7 @@ from rich.table import Table
 
 from coterie.cli import run as flags_of
 from coterie.cli.output import stderr, stdout
-from coterie.engine import resolve_device
+from coterie.engines.base import resolve_device
 from coterie.errors import ConfigError, UnknownName
 
 
@@ -40,9 +40,9 @@ def bench(
     Both train the same clients on the same batches, and their mean models are compared (`difference`, relative to how
     far training moved them). Other simulators that are installed train the same round (`make bench-peers`).
     """
-    from coterie.bench import Bench, machine, workloads
-    from coterie.config import apply_set
     from coterie.peers import PEERS, choose
+    from coterie.runs.bench import Bench, machine, workloads
+    from coterie.runs.experiment import apply_set
 
     where = resolve_device(device or "auto")
     known = workloads(where)

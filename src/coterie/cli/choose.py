@@ -11,13 +11,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from coterie import plots
-from coterie.api import Setup
-from coterie.choose_k import LARGEST, ROUNDS, SAMPLE, Choice, Row, choose_k
 from coterie.cli import run as flags_of
 from coterie.cli.output import number, percent, stderr, stdout
-from coterie.config import TABLES, apply_set, merge, read_tables, resolve
 from coterie.errors import ConfigError, MissingExtra
+from coterie.runs.choose_k import LARGEST, ROUNDS, SAMPLE, Choice, Row, choose_k
+from coterie.runs.experiment import TABLES, apply_set, merge, read_tables, resolve
+from coterie.views import plots
 
 _SETTABLE = tuple(table for table in TABLES if table not in ("run", "algorithm"))
 
@@ -62,7 +61,7 @@ def choose(
     experiment = resolve(apply_set(layers, _checked(set_ or [])))
     hidden = quiet or json_
     choice = choose_k(
-        Setup.of(experiment),
+        experiment,
         smallest,
         largest,
         size,

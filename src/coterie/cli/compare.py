@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from coterie.algorithm import algorithms
 from coterie.cli import run as flags_of
 from coterie.cli.table import Case, finish, make_root, rows_of, run_cases
-from coterie.config import apply_set, merge, read_tables, resolve_each
 from coterie.errors import ConfigError
-from coterie.tracking import trackers
+from coterie.methods.base import algorithms
+from coterie.runs.experiment import apply_set, merge, read_tables, resolve_each
+from coterie.runs.trackers import trackers
 
 DEFAULT = ("local", "fedavg", "ifca", "fesem")
 ALL = "all"

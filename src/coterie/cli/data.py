@@ -13,12 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from coterie import fetch as fetching
 from coterie.cli.output import megabytes, stderr, stdout
-from coterie.dataset import source_class
-from coterie.datasets.sign import Sign
-from coterie.datasets.stored import StoredSource, data_folder
-from coterie.fetch import RECIPES, IdxRecipe, Recipe
+from coterie.data import fetch as fetching
+from coterie.data.dataset import source_class
+from coterie.data.fetch import RECIPES, IdxRecipe, Recipe
+from coterie.data.sources.sign import Sign
+from coterie.data.sources.stored import StoredSource, data_folder
 
 data_app = typer.Typer(help="The data folder: what is there, and getting what is not.", no_args_is_help=True)
 

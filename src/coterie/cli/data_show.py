@@ -15,12 +15,12 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from coterie import plots
 from coterie.cli.output import stderr, stdout
 from coterie.cli.run import JsonFlag, QuietFlag, ScenarioFlag, SeedFlag, Text, parse_int
-from coterie.config import Experiment, apply_set, merge, resolve
+from coterie.data.federation import Federation, Split
 from coterie.errors import ConfigError
-from coterie.federation import Federation, Split
+from coterie.runs.experiment import Experiment, apply_set, merge, resolve
+from coterie.views import plots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,6 +82,7 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
     sizes = {name: federation.split(name).sizes for name in ("train", "valid", "test")}
     own = (sizes["train"] + sizes["valid"]).numpy()
     groups = None if federation.groups is None else federation.groups.tolist()
+    assert experiment.scenario is not None
     return {
         "dataset": experiment.dataset,
         "scenario": experiment.scenario.name,

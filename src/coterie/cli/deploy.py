@@ -22,7 +22,7 @@ def init(
     nodes: NodesFlag = 4,
 ) -> None:
     """Write a Flower app: fill in sites/task.py (the network and a site's data), and it runs."""
-    from coterie.flower.deploy import write_app
+    from coterie.deploy.init import write_app
 
     made = write_app(folder, name, nodes)
     stdout().print(f"wrote {len(made)} files into {folder}; yours is {folder / 'sites' / 'task.py'}")
@@ -43,7 +43,7 @@ def keys(
         import cryptography  # noqa: F401
     except ImportError as error:
         raise MissingExtra("coterie deploy keys", "flower") from error
-    from coterie.flower.deploy import write_keys
+    from coterie.deploy.init import write_keys
 
     if not folder.is_dir():
         raise ConfigError(f"There is no folder {folder}; make one with 'coterie deploy init {folder}'.")

@@ -11,13 +11,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from coterie.algorithm import algorithms
 from coterie.cli.output import clock, number, percent, stdout
-from coterie.dataset import presets
+from coterie.data.dataset import presets
+from coterie.data.scenario import parts
 from coterie.errors import ConfigError, RunError, UnknownName
-from coterie.models import model_settings, models
-from coterie.report.data import find_runs, read_run
-from coterie.scenario import parts
+from coterie.methods.base import algorithms
+from coterie.nets.registry import model_settings, models
+from coterie.runs.reading import find_runs, read_run
 from coterie.settings import fields_of
 
 

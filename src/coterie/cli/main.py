@@ -10,6 +10,7 @@ from rich.console import Console
 
 from coterie.cli import bench, choose, compare, data, data_show, deploy, lists, onboard, report, run, sweep, ui
 from coterie.errors import CoterieError
+from coterie.version import VERSION
 
 app = typer.Typer(
     name="coterie",
@@ -37,9 +38,7 @@ app.add_typer(deploy.app, name="deploy")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        import coterie
-
-        print(coterie.__version__)
+        print(VERSION)
         raise typer.Exit
 
 

@@ -14,14 +14,15 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from coterie.api import Result, open_run
 from coterie.cli import run as flags_of
 from coterie.cli.output import number, percent, stderr, stdout
-from coterie.config import apply_set, resolve
+from coterie.data.federation import Federation
 from coterie.errors import ConfigError, RunError, StorageError
-from coterie.federation import Federation
-from coterie.network import state_dict
-from coterie.newcomers import Newcomers, like_the_run
+from coterie.nets.flat import state_dict
+from coterie.runs.execution import open_run
+from coterie.runs.experiment import apply_set, resolve
+from coterie.runs.newcomers import Newcomers, like_the_run
+from coterie.runs.result import Result
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")]
 _SETTABLE = ("dataset", "scenario")

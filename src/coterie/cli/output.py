@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from coterie.observers import Row
+from coterie.runs.observers import Row
 
 _SHOWN_SIZES = 8
 _WIDTH = 140  # of tables where there is no terminal

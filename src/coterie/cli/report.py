@@ -11,8 +11,8 @@ import typer
 from coterie.cli.output import stderr
 from coterie.cli.run import JsonFlag, QuietFlag
 from coterie.errors import ConfigError, RunError
-from coterie.report.data import RunData, find_runs, is_run, read_run
-from coterie.report.page import write_report
+from coterie.runs.reading import RunData, find_runs, is_run, read_run
+from coterie.views.report.page import write_report
 
 RunsArgument = Annotated[
     list[Path], typer.Argument(help="Run folders, or folders of runs such as those that compare makes.")
@@ -65,7 +65,7 @@ def report(
     write_report(data, target, tsne=tsne, say=say)
     pictures: list[Path] = []
     if png is not None:
-        from coterie.plots import picture_names, save_all
+        from coterie.views.plots import picture_names, save_all
 
         wanted = only or [name for name in picture_names() if tsne or "tsne" not in name]
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from coterie.api import Setup, execute
-from coterie.choose_k import Choice, choose_k
 from coterie.cli.output import RoundProgress, clock, stderr, stdout, stop_on_ctrl_c, summary_table
-from coterie.config import Experiment, Tables, apply_set, merge, read_tables, resolve
 from coterie.errors import ConfigError, Interrupted, RunError
-from coterie.observers import Observer, Several
-from coterie.report.data import read_run
-from coterie.runs import RunFolder
-from coterie.tracking import trackers
+from coterie.runs.choose_k import Choice, choose_k
+from coterie.runs.execution import execute
+from coterie.runs.experiment import Experiment, Tables, apply_set, merge, read_tables, resolve
+from coterie.runs.folder import RunFolder
+from coterie.runs.observers import Observer, Several
+from coterie.runs.reading import read_run
+from coterie.runs.trackers import trackers
 
 AUTO = "auto"  # number of clusters: choose it before the run
 
@@ -128,20 +129,18 @@ def tables_of(flags: dict[str, Any], config: Path | None, assignments: list[str]
     return apply_set(layers, assignments or [])
 
 
-def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Setup, Choice | None]:
+def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Choice | None]:
     """The experiment; where its number of clusters is 'auto', a number is chosen first."""
     if tables["algorithm"].get("num_clusters") != AUTO:
-        experiment = resolve(tables)
-        return experiment, Setup.of(experiment), None
-    trial = resolve(merge(tables, {"algorithm": {"num_clusters": 1}}))
-    setup = Setup.of(trial)
+        return resolve(tables).loaded(), None
+    trial = resolve(merge(tables, {"algorithm": {"num_clusters": 1}})).loaded()
     if not hasattr(trial.algorithm, "num_clusters"):
-        return trial, setup, None  # its note says that clusters are not used
+        return trial, None  # its note says that clusters are not used
     _say(f"choosing the number of clusters of {trial.dataset}", hidden)
-    choice = choose_k(setup, last=None)
+    choice = choose_k(trial, last=None)
     experiment = resolve(merge(tables, {"algorithm": {"num_clusters": choice.recommended}}))
     _say(f"chosen: {choice.recommended} clusters, because {choice.reason}", hidden)
-    return experiment, Setup.of(experiment, setup.federation), choice
+    return replace(experiment, data=trial.data), choice
 
 
 def run(
@@ -180,12 +179,12 @@ def run(
     """Train one method on one dataset. Defaults need no network: fesem on rotated-digits."""
     flags = dict(locals())
     also = trackers(track, _say_always)
-    experiment, setup, choice = with_chosen_k(tables_of(flags, config, set_), quiet or json_)
-    folder = RunFolder.create(out, name, setup.default_name, experiment.tables())
+    experiment, choice = with_chosen_k(tables_of(flags, config, set_), quiet or json_)
+    folder = RunFolder.create(out, name, experiment.default_name, experiment.tables())
     if choice is not None:
         folder.write_json("artifacts/choose-k.json", choice.to_dict())
-    _say(_opening(experiment, setup), quiet or json_)
-    carry_through(setup, folder, experiment.notes, json_, quiet, also)
+    _say(_opening(experiment), quiet or json_)
+    carry_through(experiment, folder, json_, quiet, also)
 
 
 def resume(
@@ -209,23 +208,22 @@ def resume(
     if tables.get("run", {}).get("from_python"):
         raise RunError(f"{path} was started from Python with objects of its own; resume it from there.")
     with folder.held():
-        experiment = resolve(tables)
-        carry_through(Setup.of(experiment), folder, experiment.notes, json_, quiet, also)
+        carry_through(resolve(tables), folder, json_, quiet, also)
 
 
 def carry_through(
-    setup: Setup, folder: RunFolder, notes: list[str], json_: bool, quiet: bool, also: Sequence[Observer] = ()
+    experiment: Experiment, folder: RunFolder, json_: bool, quiet: bool, also: Sequence[Observer] = ()
 ) -> None:
     """Run or go on to the end, with progress, Ctrl-C, and the result printed."""
     hidden = quiet or json_
-    for note in notes:
+    for note in experiment.notes:
         _say(f"note: {note}", hidden)
     try:
         with (
-            RoundProgress(setup.schedule.rounds, setup.algorithm_name, hidden) as progress,
+            RoundProgress(experiment.schedule.rounds, experiment.algorithm_name, hidden) as progress,
             stop_on_ctrl_c(hidden) as pressed,
         ):
-            result = execute(setup, folder, Several([progress, *also]), pressed)
+            result = execute(experiment, folder, Several([progress, *also]), pressed)
     except (Interrupted, KeyboardInterrupt) as error:
         said = str(error) or "Stopped at once; rounds since the last checkpoint will be done again."
         raise Interrupted(f"{said} Go on with 'coterie resume {folder.path}'.") from None
@@ -257,13 +255,13 @@ def show(path: Annotated[Path, typer.Argument(help="The run folder.")], json_: J
         print(f"Go on with 'coterie resume {path}'.")
 
 
-def _opening(experiment: Experiment, setup: Setup) -> str:
+def _opening(experiment: Experiment) -> str:
     """What is about to run, with the defaults that the dataset brought."""
     work = experiment.work
     length = f"{work.steps} steps" if work.steps is not None else f"{work.epochs} epochs"
     parts = [
         f"{experiment.algorithm_name} on {experiment.dataset}",
-        f"{len(setup.federation)} clients",
+        f"{len(experiment.federation())} clients",
         f"model {experiment.model}{_settings(experiment.model_settings)}",
         f"lr {work.lr:g}, {length}, batch {work.batch_size}, momentum {work.momentum:g}",
         f"seed {experiment.schedule.seed}",
@@ -271,7 +269,7 @@ def _opening(experiment: Experiment, setup: Setup) -> str:
     return " · ".join(parts)
 
 
-def _settings(values: dict[str, Any]) -> str:
+def _settings(values: Mapping[str, Any]) -> str:
     return "" if not values else "(" + ", ".join(f"{k}={v}" for k, v in values.items()) + ")"
 
 

@@ -11,9 +11,9 @@ import typer
 from coterie.cli import run as flags_of
 from coterie.cli.compare import names_of, seeds_of
 from coterie.cli.table import Case, finish, make_root, rows_of, run_cases
-from coterie.config import apply_set, merge, read_tables, resolve_each
 from coterie.errors import ConfigError
-from coterie.tracking import trackers
+from coterie.runs.experiment import apply_set, merge, read_tables, resolve_each
+from coterie.runs.trackers import trackers
 
 
 def sweep(

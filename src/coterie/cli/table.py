@@ -7,20 +7,20 @@ import csv
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from coterie.api import Setup, execute
 from coterie.cli.output import RoundProgress, megabytes, stderr, stdout, stop_on_ctrl_c
-from coterie.config import Experiment
+from coterie.data.federation import Federation
 from coterie.errors import CoterieError, Interrupted
-from coterie.federation import Federation
-from coterie.observers import Several
-from coterie.runs import RunFolder
-from coterie.tracking import trackers
+from coterie.runs.execution import execute
+from coterie.runs.experiment import Experiment
+from coterie.runs.folder import RunFolder
+from coterie.runs.observers import Several
+from coterie.runs.trackers import trackers
 
 Summary = dict[str, Any]
 Row = dict[str, Any]
@@ -63,13 +63,13 @@ def run_cases(
             for case in cases:
                 if case.data_key not in shared:
                     shared = {case.data_key: case.experiment.federation()}
-                setup = Setup.of(case.experiment, shared[case.data_key])
+                experiment = replace(case.experiment, data=shared[case.data_key])
                 folder = RunFolder.create(root, case.name, "", case.experiment.tables())
                 what = " ".join(value if key == "method" else f"{key}={value}" for key, value in case.labels)
-                label = f"{what} seed {setup.schedule.seed}"
-                with RoundProgress(setup.schedule.rounds, label, hidden, lines=1) as progress:
+                label = f"{what} seed {experiment.schedule.seed}"
+                with RoundProgress(experiment.schedule.rounds, label, hidden, lines=1) as progress:
                     summaries.append(
-                        execute(setup, folder, Several([progress, *trackers(track, _say)]), pressed).summary
+                        execute(experiment, folder, Several([progress, *trackers(track, _say)]), pressed).summary
                     )
     except (Interrupted, KeyboardInterrupt):
         going = f"; the one that was running goes on with 'coterie resume {folder.path}'" if folder else ""

@@ -35,7 +35,7 @@ def ui(
     try:
         import uvicorn
 
-        from coterie.ui.app import create_app
+        from coterie.views.ui.app import create_app
     except ImportError as error:
         raise MissingExtra("coterie ui", "ui") from error
     root = Path("runs") if runs is None else runs

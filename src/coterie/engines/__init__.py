@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from coterie.block import Task
-from coterie.engine import Engine
+from coterie.client.block import Task
+from coterie.data.federation import Federation
+from coterie.engines.base import Engine
 from coterie.errors import UnknownName
-from coterie.federation import Federation
 
 
 def _loop(task: Task, federation: Federation, device: str, settings: dict[str, Any]) -> Engine:
@@ -24,10 +24,10 @@ def _vectorized(task: Task, federation: Federation, device: str, settings: dict[
 
 
 def _flower(task: Task, federation: Federation, device: str, settings: dict[str, Any]) -> Engine:
-    from coterie.flower import require_flower
+    from coterie.engines.flower import require_flower
 
     require_flower("engine flower")
-    from coterie.flower.simulation import simulated_engine
+    from coterie.engines.flower.simulation import simulated_engine
 
     return simulated_engine(task, federation, device, settings)
 

@@ -13,16 +13,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coterie.block import Answer, Block, ClientStep, Memory, Models, Task, check_network, step_name
-from coterie.engine import Chunk, Engine, Failure, available_memory, resolve_device, unusable
+from coterie.client.block import Answer, Block, ClientStep, Memory, Models, Task, check_network, step_name
+from coterie.client.stack import DeviceData, Way
+from coterie.client.work import SGD
+from coterie.data.federation import Federation
+from coterie.engines.base import Chunk, Engine, Failure, available_memory, resolve_device, unusable
+from coterie.engines.ledger import Phase
 from coterie.errors import ConfigError, CoterieError, EngineError
-from coterie.federation import Federation
-from coterie.ledger import Phase
-from coterie.local import SGD
-from coterie.network import Network
+from coterie.nets.flat import Network
 from coterie.randomness import Rng
 from coterie.settings import build, setting, values_of
-from coterie.training import DeviceData, Way
 
 _DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
 _DEFAULT_BUDGET_MB = 1024

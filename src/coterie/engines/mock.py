@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coterie.block import Answer, ClientStep, Task, step_name
-from coterie.engine import Chunk, Engine, Failure
-from coterie.local import SGD
-from coterie.network import Layout, cross_entropy, flatten
+from coterie.client.block import Answer, ClientStep, Task, step_name
+from coterie.client.work import SGD
+from coterie.engines.base import Chunk, Engine, Failure
+from coterie.nets.flat import Layout, cross_entropy, flatten
 from coterie.randomness import Rng, name_keys
 
 Respond = Callable[..., Mapping[str, Any]]

@@ -11,14 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from coterie.training import Way
-
-if TYPE_CHECKING:
-    from coterie.engines.vectorized import VectorizedEngine
+from coterie.client.stack import Way
+from coterie.engines.cache import cache_folder
+from coterie.engines.in_process import InProcessEngine
 
 _MARGIN = 1.05  # a way that is to be preferred may be so much slower than the fastest
 _STEPS = 3  # of each client, when measuring
@@ -42,7 +40,7 @@ def choose(candidates: Sequence[Candidate], measured: dict[str, float]) -> Candi
     return next(c for c in candidates if measured.get(c.name, float("inf")) <= _MARGIN * best)
 
 
-def measure(engine: VectorizedEngine, candidates: Sequence[Candidate]) -> dict[str, float]:
+def measure(engine: InProcessEngine, candidates: Sequence[Candidate]) -> dict[str, float]:
     """Microseconds of a client's step in each way, from this machine's memory if it was measured before."""
     key = signature(engine, [candidate.name for candidate in candidates])
     if key in _known:
@@ -56,7 +54,7 @@ def measure(engine: VectorizedEngine, candidates: Sequence[Candidate]) -> dict[s
     return stored[key]
 
 
-def _time(engine: VectorizedEngine, candidate: Candidate) -> float:
+def _time(engine: InProcessEngine, candidate: Candidate) -> float:
     """Microseconds of a client's step; a way that fails here is never chosen."""
     way = candidate.make()
     count = min(engine.num_clients, _CLIENTS[engine.device.type], max(way.workers, way.piece * way.workers))
@@ -87,7 +85,7 @@ def _time(engine: VectorizedEngine, candidate: Candidate) -> float:
     return round(min(spent), 3)
 
 
-def signature(engine: VectorizedEngine, names: list[str]) -> str:
+def signature(engine: InProcessEngine, names: list[str]) -> str:
     """What a measurement depends on: machine, network, data, work."""
     work = engine.task.work
     gpu = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
@@ -114,15 +112,6 @@ def signature(engine: VectorizedEngine, names: list[str]) -> str:
         names,
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-def cache_folder() -> Path:
-    """Where measurements are remembered: COTERIE_CACHE, or the user's cache folder."""
-    named = os.environ.get("COTERIE_CACHE")
-    if named:
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "coterie"
 
 
 def _read(path: Path) -> dict[str, dict[str, float]]:

@@ -19,16 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.engines.graphs import BesideKernel, GraphWay
+from coterie.client.stack import Kernel, Way
+from coterie.client.work import SGD
 from coterie.engines.in_process import InProcessEngine
-from coterie.engines.layers import LayerKernel
-from coterie.engines.loop import PlainKernel
-from coterie.engines.native import NativeKernel, NativeWay, NotNative
+from coterie.engines.kernels.graphs import BesideKernel, GraphWay
+from coterie.engines.kernels.layers import LayerKernel
+from coterie.engines.kernels.native import NativeKernel, NativeWay, NotNative
+from coterie.engines.kernels.plain import PlainKernel
+from coterie.engines.kernels.stacked import StackedKernel
 from coterie.engines.plans import Candidate, choose, measure
 from coterie.errors import ConfigError
-from coterie.local import SGD, Stack
-from coterie.network import Loss, Network, Tensors
-from coterie.training import Kernel, Way
+from coterie.nets.flat import Network
 
 _CACHE_BYTES = 4 << 20  # what a stack may take on a CPU, so that it stays in the cache
 _HEAP_BYTES = 24 << 20  # models of a chunk on a CPU: beyond 32 MB the C library takes fresh pages for each tensor
@@ -36,64 +37,6 @@ _LARGEST_PIECE = 32
 _STREAMS = 16  # on which convolutions of several clients run beside each other on a GPU
 _LOOPS = 4  # clients of a recorded loop, each on a stream of its own
 _BESIDE = 64  # clients that are recorded so: each has launches of its own
-
-
-class StackedKernel:
-    """Gradients and outputs of c models at once."""
-
-    def __init__(self, network: Network, loss: Loss, compiled: bool = False) -> None:
-        self._network, self._loss = network, loss
-        self._layout = network.layout
-        self._names = [slot.name for slot in self._layout.parameters]
-        self._buffer_names = [slot.name for slot in self._layout.buffers]
-        gradient = torch.func.grad(self._mean_loss, has_aux=True)
-        self._plain: Any = torch.func.vmap(gradient, in_dims=(0, 0, 0, 0, None, 0))
-        self._masked: Any = torch.func.vmap(gradient, in_dims=(0, 0, 0, 0, 0, 0))
-        self._compiled: dict[Any, Any] | None = {} if compiled else None
-        self._forward = torch.func.vmap(self._network, in_dims=(0, 0))
-        self._one = PlainKernel(network, loss)
-
-    def _mean_loss(
-        self, params: Tensors, buffers: Tensors, x: Tensor, y: Tensor, mask: Tensor | None, key: Tensor
-    ) -> tuple[Tensor, Tensors]:
-        buffers = {name: buffer.clone() for name, buffer in buffers.items()}  # train mode writes into them
-        outputs = self._network(params | buffers, x, train=True, mask=mask, key=key)
-        losses = self._loss(outputs, y)
-        mean = losses.mean() if mask is None else (losses * mask).sum() / mask.sum()
-        return mean, buffers
-
-    def gradients(
-        self, params: Stack, buffers: Stack, x: Tensor, y: Tensor, mask: Tensor | None, keys: Tensor
-    ) -> Stack:
-        """See `Kernel.gradients`."""
-        named = dict(zip(self._names, params, strict=True))
-        kept = dict(zip(self._buffer_names, buffers, strict=True))
-        found, changed = self._called(self._plain if mask is None else self._masked, named, kept, x, y, mask, keys)
-        for name, buffer in kept.items():
-            buffer.copy_(changed[name])
-        return [found[name] for name in self._names]
-
-    compile_error: str | None = None  # why the compiler is not used, though it was asked for
-
-    def _called(self, function: Any, *arguments: Any) -> Any:
-        """What the compiler cannot do is done without it."""
-        if self._compiled is None:
-            return function(*arguments)
-        try:
-            if function not in self._compiled:
-                self._compiled[function] = torch.compile(function, dynamic=False)
-            return self._compiled[function](*arguments)
-        except Exception as error:  # compilers raise many kinds
-            self.compile_error = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-            self._compiled = None
-            return function(*arguments)
-
-    def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
-        """See `Kernel.outputs`."""
-        if len(flat) == 1:
-            return self._one.outputs(flat, x)
-        found: Tensor = self._forward(self._layout.unpack(flat), x)
-        return found
 
 
 class VectorizedEngine(InProcessEngine):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from coterie.models import build_model
+from coterie.nets.registry import build_model
 from coterie.randomness import Rng
 
 

@@ -1,0 +1,155 @@
+"""Where samples come from: `Dataset`, the contract of a source, and the named datasets a user can ask for.
+
+A source only reads samples; who gets which of them is the scenario's business. A preset is a name for
+a source, a scenario and defaults that suit them (`rotated-digits`); the implementations are in `datasets/`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.errors import ConfigError, DataError, UnknownName
+from coterie.randomness import Rng
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Samples with their labels, and what is known about where they come from."""
+
+    name: str
+    x: Tensor  # uint8 images [S, C, H, W], or float32 features [S, ...]
+    y: Tensor  # int64 [S] classes, or float32 [S] or [S, d] targets
+    num_classes: int  # 0 for regression
+    is_train: NDArray[np.bool_] | None = None  # [S]; None: no official split
+    user: NDArray[np.int64] | None = None  # [S] index into user_names
+    user_names: tuple[str, ...] = ()
+    group: NDArray[np.int64] | None = None  # [S] the true kind of the sample's maker, or its domain
+    mean: float = 0.0  # inputs are given to networks as (x - mean) / std
+    std: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return tuple(self.x.shape[1:])
+
+    def validate(self) -> Dataset:
+        """Refuse what no scenario could deal out; returns itself."""
+        if len(self.x) != len(self.y):
+            raise DataError(f"{self.name}: {len(self.x)} samples but {len(self.y)} labels.")
+        if not len(self.x):
+            raise DataError(f"{self.name} has no samples.")
+        for column in ("is_train", "user", "group"):
+            values = getattr(self, column)
+            if values is not None and len(values) != len(self.x):
+                raise DataError(f"{self.name}: {len(self.x)} samples but {len(values)} entries in '{column}'.")
+        if self.x.is_floating_point() and not bool(torch.isfinite(self.x).all()):
+            raise DataError(f"{self.name}: x has NaN or infinite values; clean them before training.")
+        if self.num_classes and int(self.y.min()) < 0:
+            raise DataError(f"{self.name}: labels must be 0 or larger. Got {int(self.y.min())} instead.")
+        if self.num_classes and int(self.y.max()) >= self.num_classes:
+            raise DataError(
+                f"{self.name}: labels must be less than the number of classes, {self.num_classes}. "
+                f"Got {int(self.y.max())} instead."
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Source:
+    """Contract of a source: a frozen settings class that loads a `Dataset`.
+
+    `clients` and `rng` matter only to sources that make their data up.
+    """
+
+    key: ClassVar[str]
+    summary: ClassVar[str]
+
+    def load(self, clients: int | None, rng: Rng, data_dir: Path | None) -> Dataset:
+        """Read or make the samples."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A dataset as the user names it: source + scenario + the defaults that suit them."""
+
+    name: str
+    summary: str
+    source: str
+    scenario: str
+    clients: int | None = None
+    source_settings: Mapping[str, Any] = field(default_factory=dict)
+    scenario_settings: Mapping[str, Any] = field(default_factory=dict)
+    model: str = "mlp"
+    model_settings: Mapping[str, Any] = field(default_factory=dict)
+    work: Mapping[str, Any] = field(default_factory=dict)  # lr, epochs, batch_size ...
+
+
+_SOURCES: dict[str, type[Source]] = {}
+_PRESETS: dict[str, Preset] = {}
+
+
+def register_source(cls: type[Source]) -> type[Source]:
+    """Class decorator: make a source known by its `key`."""
+    _SOURCES[cls.key] = cls
+    return cls
+
+
+def register_preset(preset: Preset) -> Preset:
+    """Make a named dataset known."""
+    _PRESETS[preset.name] = preset
+    return preset
+
+
+def _discover() -> None:
+    import coterie.data.sources as package
+
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def presets() -> dict[str, Preset]:
+    """All named datasets."""
+    _discover()
+    return dict(sorted(_PRESETS.items()))
+
+
+def source_class(key: str) -> type[Source]:
+    """The source registered under `key`."""
+    _discover()
+    if key not in _SOURCES:
+        raise UnknownName("source", key, _SOURCES)
+    return _SOURCES[key]
+
+
+def find_preset(name: str) -> Preset:
+    """The preset a user asked for: a registered name, or the path of an `.npz` file."""
+    if name.endswith(".npz") or "/" in name:
+        from coterie.data.sources.npz import preset_of_file
+
+        return preset_of_file(Path(name))
+    known = presets()
+    if name not in known:
+        raise UnknownName("dataset", name, known)
+    return known[name]
+
+
+def positive_clients(clients: int | None, default: int) -> int:
+    """The number of clients to make, `default` if the user did not say."""
+    number = default if clients is None else clients
+    if number < 1:
+        raise ConfigError(f"clients must be an int >= 1. Got {number} instead.")
+    return number

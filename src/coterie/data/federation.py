@@ -1,0 +1,287 @@
+"""Federation: the samples packed once, and who holds which of them.
+
+Every client has a train, a valid and a test shard; a shard is a list of rows of the packed data. Clients
+may share a shard (the test set of their kind), which is then stored, and evaluated, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.errors import DataError
+from coterie.randomness import name_keys
+from coterie.data.transforms import View, apply_view
+
+SplitName = Literal["train", "valid", "test"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Shards as one packed list of rows: shard s is index[offsets[s]:offsets[s + 1]]."""
+
+    index: Tensor  # int64 [total]
+    offsets: Tensor  # int64 [S + 1]
+    shard: Tensor  # int64 [N]: the shard that each client reads
+
+    @classmethod
+    def of(cls, shards: Sequence[Tensor], shard: Tensor | None = None) -> Split:
+        """Pack lists of rows; by default client i reads shard i."""
+        lengths = torch.tensor([0, *(len(rows) for rows in shards)], dtype=torch.int64)
+        index = torch.cat(list(shards)) if shards else torch.empty(0, dtype=torch.int64)
+        own = torch.arange(len(shards)) if shard is None else shard
+        return cls(index.long(), lengths.cumsum(0), own)
+
+    @property
+    def sizes(self) -> Tensor:
+        """Number of samples of each client, int64 [N]."""
+        return self.offsets.diff()[self.shard]
+
+    def rows(self, client: int) -> Tensor:
+        """The rows of one client."""
+        shard = int(self.shard[client])
+        return self.index[int(self.offsets[shard]) : int(self.offsets[shard + 1])]
+
+    def select(self, clients: Tensor) -> Split:
+        """The same shards for some of the clients only."""
+        kept, shard = torch.unique(self.shard[clients], return_inverse=True)
+        rows = [self.index[int(self.offsets[s]) : int(self.offsets[s + 1])] for s in kept.tolist()]
+        return Split.of(rows, shard)
+
+
+@dataclass(frozen=True)
+class Move:
+    """From this round on clients are of other kinds."""
+
+    round: int
+    view: Tensor  # int64 [N]
+    groups: Tensor  # int64 [N]
+
+
+@dataclass(frozen=True)
+class Federation:
+    """N clients over one packed data set."""
+
+    name: str
+    x: Tensor  # uint8 or float32 [S, ...]
+    y: Tensor  # int64 or float32 [S]
+    num_classes: int  # 0 for regression
+    train: Split
+    valid: Split
+    test: Split
+    names: tuple[str, ...]  # [N]
+    keys: Tensor  # int64 [N]: what a client's randomness hangs on; renaming keeps it
+    views: tuple[View, ...] = ((),)
+    view: Tensor | None = None  # int64 [N] index into views; None: the first for all
+    groups: Tensor | None = None  # int64 [N] true groups, for evaluation only
+    mean: float = 0.0
+    std: float = 1.0
+    moves: tuple[Move, ...] = ()  # clients that change their kind, by round
+    reserved: Tensor | None = None  # int64 [R] rows that the server has, and no client
+    reserved_view: Tensor | None = None  # int64 [R] the view each of them is seen through
+    repeats: bool = False  # whether a sample may be held by several clients of one kind
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return tuple(self.x.shape[1:])
+
+    def split(self, name: SplitName) -> Split:
+        """The split of that name."""
+        splits: dict[str, Split] = {"train": self.train, "valid": self.valid, "test": self.test}
+        return splits[name]
+
+    def view_of(self, clients: Tensor) -> Tensor:
+        """Index of the view of each of these clients."""
+        return torch.zeros_like(clients) if self.view is None else self.view[clients]
+
+    def samples(self, client: int, split: SplitName = "train") -> tuple[Tensor, Tensor]:
+        """Inputs and labels of one client as its network gets them: scaled, and through its view."""
+        rows = self.split(split).rows(client)
+        view = self.views[int(self.view_of(torch.tensor([client]))[0])]
+        return apply_view(view, (self.x[rows].float() - self.mean) / self.std, self.y[rows], rows)
+
+    def at(self, round: int) -> Federation:
+        """The federation as it is in that round: clients that drift have the view and group of then."""
+        since = [move for move in self.moves if move.round <= round]
+        if not since:
+            return self
+        return replace(self, view=since[-1].view, groups=since[-1].groups)
+
+    def reserved_samples(self) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of the samples that the server has; none of them is in any shard.
+
+        They are drawn as the samples of all clients together are: each is seen as some kind of client sees it.
+        """
+        rows = torch.empty(0, dtype=torch.int64) if self.reserved is None else self.reserved
+        x, y = (self.x[rows].float() - self.mean) / self.std, self.y[rows].clone()
+        seen = torch.zeros_like(rows) if self.reserved_view is None else self.reserved_view
+        for number in seen.unique().tolist():
+            mine = seen == number
+            x[mine], y[mine] = apply_view(self.views[number], x[mine], y[mine], rows[mine])
+        return x, y
+
+    def validate(self) -> Federation:
+        """Refuse what cannot be trained on; returns itself."""
+        if not self.names:
+            raise DataError(f"{self.name} has no clients.")
+        if len(set(self.names)) != len(self.names):
+            twice = next(name for name in self.names if self.names.count(name) > 1)
+            raise DataError(f"{self.name} has two clients named '{twice}'; names must be unique.")
+        empty = (self.train.sizes == 0).nonzero().flatten().tolist()
+        if empty:
+            raise DataError(
+                f"Client '{self.names[empty[0]]}' of {self.name} has no training samples "
+                f"({len(empty)} such client(s)); use fewer clients or leave it out."
+            )
+        return self
+
+    def rename(self, names: Mapping[str, str]) -> Federation:
+        """The same clients under other names; nothing else changes, their randomness included."""
+        return replace(self, names=tuple(names.get(name, name) for name in self.names)).validate()
+
+    def select(self, clients: Sequence[int] | Tensor) -> Federation:
+        """A federation of some of the clients, in the given order."""
+        ids = torch.as_tensor(clients, dtype=torch.int64)
+        return replace(
+            self,
+            train=self.train.select(ids),
+            valid=self.valid.select(ids),
+            test=self.test.select(ids),
+            names=tuple(self.names[i] for i in ids.tolist()),
+            keys=self.keys[ids],
+            view=self.view_of(ids),
+            groups=None if self.groups is None else self.groups[ids],
+            moves=tuple(Move(m.round, m.view[ids], m.groups[ids]) for m in self.moves),
+        )
+
+    def digest(self) -> str:
+        """A name of the exact data: changes when any sample, label, shard, view or client does."""
+        total = hashlib.blake2b(digest_size=16)
+        tensors = [self.x, self.y, self.keys, self.view_of(torch.arange(len(self)))]
+        if self.groups is not None:
+            tensors.append(self.groups)
+        for split in (self.train, self.valid, self.test):
+            tensors += [split.index, split.offsets, split.shard]
+        for move in self.moves:
+            tensors += [move.view, move.groups]
+        tensors += [t for t in (self.reserved, self.reserved_view) if t is not None]
+        for tensor in tensors:
+            array = np.ascontiguousarray(tensor.numpy())
+            total.update(f"{array.dtype}{array.shape}".encode())
+            total.update(array.data)
+        rounds = tuple(move.round for move in self.moves)
+        rest = (self.names, self.views, self.num_classes, self.mean, self.std, self.groups is None, rounds)
+        total.update(repr(rest).encode())
+        return total.hexdigest()
+
+    def label_counts(self, split: SplitName = "train") -> Tensor:
+        """Samples of each class at each client, as the client names them: int64 [N, L]."""
+        which = self.split(split)
+        seen = self.view_of(torch.arange(len(self)))
+        found = torch.zeros(len(self), max(1, self.num_classes), dtype=torch.int64)
+        for number in seen.unique().tolist():
+            clients = (seen == number).nonzero().flatten()
+            rows = torch.cat([which.rows(client) for client in clients.tolist()])
+            y = self.y[rows]
+            for transform in self.views[number]:
+                y = transform.labels(y)
+            place = torch.repeat_interleave(torch.arange(len(clients)), which.sizes[clients])
+            wide = found.shape[1]
+            counts = torch.bincount(place * wide + y.long(), minlength=len(clients) * wide)
+            found[clients] = counts.reshape(len(clients), wide)
+        return found
+
+    def manifest(self) -> dict[str, object]:
+        """Who holds how much of what, for the run folder."""
+        counts = self.label_counts().tolist() if self.num_classes else None
+        return {
+            "digest": self.digest(),
+            "clients": list(self.names),
+            "train": self.train.sizes.tolist(),
+            "valid": self.valid.sizes.tolist(),
+            "test": self.test.sizes.tolist(),
+            "groups": None if self.groups is None else self.groups.tolist(),
+            "label_counts": counts,
+            "views": [repr(view) for view in self.views],
+            "moves": [{"round": move.round, "groups": move.groups.tolist()} for move in self.moves],
+            "reserved": 0 if self.reserved is None else len(self.reserved),
+            "repeats": self.repeats,
+        }
+
+    @classmethod
+    def from_clients(
+        cls,
+        clients: Mapping[str, tuple[Tensor, Tensor]],
+        *,
+        name: str = "own",
+        num_classes: int | None = None,
+        test: float = 0.2,
+        valid: float = 0.1,
+        groups: Mapping[str, int] | None = None,
+    ) -> Federation:
+        """A federation from tensors: client name -> (x, y); the last share of each client is its test set.
+
+        >>> data = {f"c{i}": (torch.randn(20, 4), torch.arange(20) % 2) for i in range(3)}
+        >>> federation = Federation.from_clients(data)
+        >>> len(federation), federation.train.sizes.tolist(), federation.test.sizes.tolist()
+        (3, [15, 15, 15], [4, 4, 4])
+        """
+        if not clients:
+            raise DataError(f"{name} has no clients.")
+        first = next(iter(clients.values()))[0]
+        train, held, tests, start = [], [], [], 0
+        for client, (x, y) in clients.items():
+            if len(x) != len(y):
+                raise DataError(f"Client '{client}' has {len(x)} samples but {len(y)} labels.")
+            if x.shape[1:] != first.shape[1:] or x.dtype != first.dtype:
+                raise DataError(
+                    f"Samples of client '{client}' are {tuple(x.shape[1:])} {x.dtype}, those of the first client "
+                    f"{tuple(first.shape[1:])} {first.dtype}; they must be alike."
+                )
+            if groups is not None and client not in groups:
+                raise DataError(f"groups does not say which group client '{client}' is in.")
+            rows = torch.arange(start, start + len(x))
+            start += len(x)
+            own, last = cut(rows, test)
+            own, middle = cut(own, valid)
+            train.append(own)
+            held.append(middle)
+            tests.append(last)
+        names = tuple(clients)
+        x = torch.cat([x for x, _ in clients.values()])
+        y = torch.cat([y for _, y in clients.values()])
+        is_class = not y.is_floating_point()
+        classes = num_classes if num_classes is not None else (int(y.max()) + 1 if is_class else 0)
+        return cls(
+            name=name,
+            x=x if x.dtype == torch.uint8 else x.float(),
+            y=y.long() if is_class else y.float(),
+            num_classes=classes,
+            train=Split.of(train),
+            valid=Split.of(held),
+            test=Split.of(tests),
+            names=names,
+            keys=name_keys(names),
+            groups=None if groups is None else torch.tensor([groups[n] for n in names]),
+        ).validate()
+
+
+def cut(rows: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Keep the first rows, hold out the last `share` of them; at least one row is kept.
+
+    >>> cut(torch.arange(10), 0.2)[1].tolist()
+    [8, 9]
+    """
+    # 0.29 * 100 is 28.999...: a share that comes out even must not lose a row to rounding.
+    held = min(int(share * len(rows) + 1e-9), max(0, len(rows) - 1))
+    return rows[: len(rows) - held], rows[len(rows) - held :]

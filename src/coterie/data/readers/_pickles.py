@@ -1,0 +1,210 @@
+"""Reads the few pickles that datasets were given out in, without running any of their code.
+
+A pickle is a program for a stack machine that may call any function. Here `pickletools` only takes the
+program apart; the machine below knows plain values, containers, and the one pattern that numpy arrays are
+written with. Every other instruction or name is refused, and no name is ever looked up.
+"""
+
+from __future__ import annotations
+
+import math
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+class RefusedPickle(ValueError):
+    """A pickle that is damaged, or asks for more than plain values and arrays."""
+
+
+@dataclass(frozen=True)
+class _Name:
+    """A function or class that the pickle names; only a word here, never the thing itself."""
+
+    word: str
+
+
+@dataclass
+class _Dtype:
+    code: str
+    order: str = "|"
+
+
+@dataclass
+class _Array:
+    value: np.ndarray[Any, Any] | None = None
+
+
+_NAMES = {
+    "numpy.core.multiarray _reconstruct": _Name("reconstruct"),
+    "numpy._core.multiarray _reconstruct": _Name("reconstruct"),  # the same, as numpy 2 writes it
+    "numpy ndarray": _Name("ndarray"),
+    "numpy dtype": _Name("dtype"),
+    "_codecs encode": _Name("encode"),  # how Python 3 writes bytes for Python 2
+}
+_DTYPES = {"u1", "i1", "i2", "i4", "i8"}
+_MARK = object()
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+    "MARK": lambda: _MARK,
+}
+_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "BINBYTES", "SHORT_BINBYTES"}
+_BYTES_OF_PYTHON2 = {"BINSTRING", "SHORT_BINSTRING"}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+def load_plain(data: bytes) -> Any:
+    """The value that a pickle stands for; strings of Python 2 are bytes.
+
+    >>> import pickle
+    >>> load_plain(pickle.dumps({"labels": [1, 2]}, protocol=2))
+    {'labels': [1, 2]}
+    >>> load_plain(pickle.dumps(print, protocol=2))
+    Traceback (most recent call last):
+    coterie.data.readers._pickles.RefusedPickle: it names '__builtin__ print', which no dataset needs
+    """
+    machine = _Machine()
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name == "STOP":
+                return machine.finish()
+            machine.do(opcode.name, argument)
+    except RefusedPickle:
+        raise
+    # Raised by genops for what is no pickle, and by a stack that runs out or holds the wrong things.
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise RefusedPickle(str(error) or type(error).__name__) from error
+    raise RefusedPickle("it does not end")
+
+
+class _Machine:
+    """The stack, and what the pickle put aside for using twice."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def do(self, name: str, argument: Any) -> None:
+        """Carry out one instruction."""
+        if name in _CONSTANTS:
+            self.stack.append(_CONSTANTS[name]())
+        elif name in _VALUES:
+            self.stack.append(argument)
+        elif name in _BYTES_OF_PYTHON2:
+            self.stack.append(argument.encode("latin-1"))
+        elif name in _TUPLES:
+            self.stack[-_TUPLES[name] :] = [tuple(self._last(_TUPLES[name]))]
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            self.memo[argument] = self.stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            self.stack.append(self.memo[argument])
+        elif name != "PROTO":
+            self._change(name, argument)
+
+    def _change(self, name: str, argument: Any) -> None:
+        if name == "TUPLE":
+            self.stack.append(tuple(self._to_mark()))
+        elif name in ("APPEND", "APPENDS"):
+            items = [self.stack.pop()] if name == "APPEND" else self._to_mark()
+            self._top(list).extend(items)
+        elif name in ("SETITEM", "SETITEMS"):
+            items = [self.stack.pop() for _ in range(2)][::-1] if name == "SETITEM" else self._to_mark()
+            # Other keys could be tuples nested so deep that hashing them overflows the stack.
+            if any(type(key) not in (str, bytes, int) for key in items[::2]):
+                raise RefusedPickle("it has keys that are not names")
+            self._top(dict).update(zip(items[::2], items[1::2], strict=True))
+        elif name == "GLOBAL":
+            if argument not in _NAMES:
+                raise RefusedPickle(f"it names '{argument}', which no dataset needs")
+            self.stack.append(_NAMES[argument])
+        elif name == "REDUCE":
+            arguments, called = self.stack.pop(), self.stack.pop()
+            self.stack.append(_make(called, arguments))
+        elif name == "BUILD":
+            state = self.stack.pop()
+            _fill(self.stack[-1], state)
+        else:
+            raise RefusedPickle(f"it has the instruction {name}, which no dataset needs")
+
+    def finish(self) -> Any:
+        """The one thing left on the stack, with arrays in place of their stand-ins."""
+        if len(self.stack) != 1:
+            raise RefusedPickle("it does not end with one value")
+        return _plain(self.stack[0])
+
+    def _top(self, kind: type[Any]) -> Any:
+        if type(self.stack[-1]) is not kind:
+            raise RefusedPickle(f"it takes a {type(self.stack[-1]).__name__} for a {kind.__name__}")
+        return self.stack[-1]
+
+    def _last(self, count: int) -> list[Any]:
+        if len(self.stack) < count:
+            raise RefusedPickle("its stack runs out")
+        return self.stack[-count:]
+
+    def _to_mark(self) -> list[Any]:
+        items = []
+        while self.stack[-1] is not _MARK:
+            items.append(self.stack.pop())
+        self.stack.pop()
+        return items[::-1]
+
+
+def _make(called: Any, arguments: Any) -> Any:
+    """What the call of a name stands for."""
+    if called == _NAMES["numpy ndarray"] or not isinstance(called, _Name):
+        raise RefusedPickle(f"it calls {getattr(called, 'word', type(called).__name__)}")
+    if called.word == "encode":
+        text, codec = arguments
+        if codec == "latin1" and type(text) is str:
+            return text.encode("latin-1")
+    elif called.word == "reconstruct":
+        if arguments == (_NAMES["numpy ndarray"], (0,), b"b"):
+            return _Array()
+    elif called.word == "dtype":
+        code = arguments[0].decode() if isinstance(arguments[0], bytes) else arguments[0]
+        if code in _DTYPES:
+            return _Dtype(code)
+    raise RefusedPickle(f"it calls {called.word} in a way that no dataset needs")
+
+
+def _fill(target: Any, state: Any) -> None:
+    """What setting the state of an array or of its dtype stands for."""
+    if isinstance(target, _Dtype):
+        order = state[1].decode() if isinstance(state[1], bytes) else state[1]
+        if order not in ("|", "<", ">"):
+            raise RefusedPickle(f"it has the byte order {order!r}")
+        target.order = order
+    elif isinstance(target, _Array):
+        _, shape, dtype, by_column, data = state
+        kind = np.dtype(dtype.order + dtype.code)
+        if len(data) != math.prod(shape) * kind.itemsize or min(shape, default=0) < 0:
+            raise RefusedPickle(f"it has {len(data)} bytes for an array of shape {shape}")
+        target.value = np.frombuffer(data, kind).reshape(shape, order="F" if by_column else "C")
+    else:
+        raise RefusedPickle(f"it sets the state of a {type(target).__name__}")
+
+
+def _plain(value: Any) -> Any:
+    """Arrays for their stand-ins, at the top and in a dict: datasets nest no deeper."""
+    if isinstance(value, dict):
+        return {key: _unwrap(item) for key, item in value.items()}
+    return _unwrap(value)
+
+
+def _unwrap(value: Any) -> Any:
+    if isinstance(value, (_Name, _Dtype)) or value is _MARK:
+        raise RefusedPickle("it is not a plain value")
+    if isinstance(value, _Array):
+        if value.value is None:
+            raise RefusedPickle("it has an array without numbers")
+        return value.value
+    return value

@@ -1,0 +1,63 @@
+"""SVHN's .mat files (format 2, cropped digits) and USPS in the libsvm text form.
+
+Netzer et al., 2011 (train_32x32.mat, test_32x32.mat); Hull, 1994 (usps.bz2, usps.t.bz2 of the LIBSVM page).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.data.readers._files import DAMAGED, check_classes, damaged, must_exist, open_compressed, wrong
+
+_USPS_SIDE = 16
+
+
+def read_svhn(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Cropped SVHN digits: uint8 [S, 3, 32, 32] and classes 0 ... 9 (the file calls the digit 0 "10")."""
+    from scipy.io import loadmat
+
+    must_exist(path, "SVHN .mat file")
+    try:
+        content = loadmat(path, variable_names=["X", "y"])
+    except NotImplementedError as error:
+        raise wrong(path, "is a MATLAB 7.3 file", "give SVHN's own train_32x32.mat or test_32x32.mat") from error
+    except Exception as error:  # scipy raises many kinds for a damaged file
+        raise damaged(path, error) from error
+    missing = [name for name in ("X", "y") if name not in content]
+    if missing:
+        raise wrong(path, f"has no '{missing[0]}'", "give format 2 of SVHN, train_32x32.mat or test_32x32.mat")
+    x, labels = content["X"], content["y"]
+    if x.ndim != 4 or x.shape[:3] != (32, 32, 3) or x.dtype != np.uint8:
+        raise wrong(path, f"has X of shape {list(x.shape)} and type {x.dtype}, not [32, 32, 3, S] of bytes")
+    y = labels.reshape(-1).astype(np.int64)
+    if len(y) != x.shape[3]:
+        raise wrong(path, f"has {x.shape[3]} images but {len(y)} labels")
+    y[y == 10] = 0
+    check_classes(y, 10, path)
+    return np.ascontiguousarray(x.transpose(3, 2, 0, 1)), y
+
+
+def read_usps(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """USPS digits: uint8 [S, 16, 16] (ink 255) and classes 0 ... 9 (1 ... 10 in the file)."""
+    from sklearn.datasets import load_svmlight_file
+
+    must_exist(path, "USPS file")
+    try:
+        with open_compressed(path) as stream:
+            sparse, labels = load_svmlight_file(stream, n_features=_USPS_SIDE**2, dtype=np.float64, zero_based=False)
+    except DAMAGED as error:
+        raise damaged(path, error) from error
+    except (ValueError, TypeError, OverflowError) as error:
+        raise wrong(path, f"is not USPS in libsvm form: {error}", "give usps.bz2 or usps.t.bz2") from error
+    values = sparse.toarray()
+    if not len(values):
+        raise damaged(path, "it has no samples")
+    if not np.abs(values).max() <= 1:
+        raise wrong(path, "has values outside -1 ... 1", "give usps.bz2 or usps.t.bz2 as published")
+    y = np.asarray(labels).astype(np.int64) - 1
+    check_classes(y, 10, path)
+    x = np.rint((values + 1) * 127.5).astype(np.uint8)
+    return x.reshape(-1, _USPS_SIDE, _USPS_SIDE), y

@@ -1,0 +1,451 @@
+"""Who holds which samples, seen how, and what the true groups are: Dataset -> Federation.
+
+A scenario is one part or several joined by `+`. Each part writes its share into a `Deal`; the deal is then
+carried out. Parts that make groups (rotated, label_swapped ...) are zipped: group g gets the g-th change
+of each. The implementations are in `scenarios/`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.data.dataset import Dataset
+from coterie.errors import ConfigError, DataError, UnknownName
+from coterie.data.federation import Federation, Move, Split, cut
+from coterie.randomness import Rng, name_keys, uniform
+from coterie.settings import build, fields_of, setting, values_of
+from coterie.data.transforms import View
+
+
+@dataclass(frozen=True)
+class Common:
+    """What every scenario has: how many samples, how skewed, and what is held out."""
+
+    samples: int | None = setting(None, "samples of each client; by default all are dealt out", ge=2)
+    alpha: float | None = setting(None, "label skew, a Dirichlet parameter: small is strong; by default none", gt=0)
+    sense: Literal["total", "per_class", "shares"] = setting(
+        "total",
+        "what alpha means: 'total': a client's label vector ~ Dir(alpha * p) with p uniform, so alpha / L a class "
+        "(MD-ICFL); 'per_class': Dir(alpha, ..., alpha); 'shares': each class is shared among clients by Dir(alpha), "
+        "every sample once (FeSEM)",
+    )
+    quantity: float | None = setting(None, "skew of sizes: clients' shares ~ Dir(quantity); by default equal", gt=0)
+    min_samples: int | None = setting(
+        None, "fewest samples of a client; users of the data with fewer are left out", ge=1
+    )
+    tests: Literal["kind", "own"] | None = setting(
+        None,
+        "test samples: the whole test set of the client's kind, or a share of its own; by default as the part says",
+    )
+    test: float = setting(0.2, "share of a client's own samples for testing, where they are its own", gt=0, lt=1)
+    valid: float = setting(0.1, "share of each client's training samples held out for validation", ge=0, lt=1)
+    reserve: int = setting(
+        0, "samples of each class that the server keeps (indicator samples); no client has them", ge=0
+    )
+
+
+@dataclass(frozen=True)
+class Hand:
+    """What one client is dealt: rows of the data set."""
+
+    name: str
+    group: int
+    train: Tensor  # int64 rows
+    test: Tensor | int  # rows, or the number of a group whose test rows are shared
+
+
+Dealer = Callable[["Deal"], list[Hand]]
+
+
+@dataclass
+class Deal:
+    """The plan that the parts of a scenario write into."""
+
+    dataset: Dataset
+    clients: int | None  # as the user asked; None: as the data says
+    rng: Rng
+    common: Common = field(default_factory=Common)
+    views: list[View] = field(default_factory=lambda: [()])  # one per group
+    group_names: list[str] = field(default_factory=lambda: ["all"])
+    dealer: Dealer | None = None
+    has_groups: bool = False
+    by_domain: bool = False  # group g holds the samples whose `group` column is g
+    drift: tuple[tuple[int, ...], float] | None = None  # rounds, and the share of clients that moves
+    repeats: bool = False
+    reserved: Tensor | None = None
+
+    def set_groups(self, names: list[str], views: list[View]) -> None:
+        """Let there be groups; a second part must make as many, and its views come on top."""
+        if self.has_groups and len(names) != len(self.views):
+            raise ConfigError(
+                f"This scenario has parts with {len(self.views)} and {len(names)} groups; "
+                "give them the same number with --set scenario.groups=K."
+            )
+        if self.has_groups:
+            self.views = [old + new for old, new in zip(self.views, views, strict=True)]
+            self.group_names = [f"{a}-{b}" for a, b in zip(self.group_names, names, strict=True)]
+        else:
+            self.views, self.group_names, self.has_groups = views, names, True
+
+    def set_dealer(self, dealer: Dealer) -> None:
+        """Let this part decide who gets which samples."""
+        if self.dealer is not None:
+            raise ConfigError("This scenario has two parts that deal out samples; keep one of them.")
+        self.dealer = dealer
+
+    def client_groups(self, total: int | None = None) -> list[int]:
+        """The group of each client (of `total`, or of as many as asked): as even as can be, group after group."""
+        groups = len(self.views)
+        if total is None:
+            if self.clients is None:
+                raise ConfigError(
+                    "This scenario deals samples out to any number of clients; say how many: --clients N."
+                )
+            total = self.clients
+        if total < groups:
+            raise ConfigError(f"clients must be at least the number of groups, {groups}. Got {total} instead.")
+        return [i * groups // total for i in range(total)]
+
+    def pool(self, group: int) -> tuple[Tensor, Tensor]:
+        """Training and test rows that clients of a group draw from, the server's own rows left out."""
+        train, test = self._official_rows()
+        if self.by_domain:
+            assert self.dataset.group is not None
+            domain = torch.from_numpy(self.dataset.group)
+            train, test = train[domain[train] == group], test[domain[test] == group]
+        return self.free(train), test
+
+    def free(self, rows: Tensor) -> Tensor:
+        """Those of the rows that the server has not reserved."""
+        return rows if self.reserved is None else rows[~torch.isin(rows, self.reserved)]
+
+    def _official_rows(self) -> tuple[Tensor, Tensor]:
+        """Rows of the official split, or of a seeded 80/20 one."""
+        rows = torch.arange(len(self.dataset))
+        if self.dataset.is_train is None:
+            order = self.rng.at("split").permutation(len(rows))
+            train, test = cut(order, 0.2)
+            return train.sort().values, test.sort().values
+        flags = torch.from_numpy(self.dataset.is_train)
+        return rows[flags], rows[~flags]
+
+    def set_aside(self) -> None:
+        """Reserve the server's samples, before any client gets data."""
+        if not self.common.reserve:
+            return
+        if not self.dataset.num_classes:
+            raise ConfigError("Indicator samples are drawn by class; these data have no classes.")
+        train, _ = self._official_rows()
+        order = train[self.rng.at("reserve").permutation(len(train))]
+        y = self.dataset.y[order]
+        found = [order[y == label][: self.common.reserve] for label in range(self.dataset.num_classes)]
+        self.reserved = torch.cat(found)
+        if len(self.reserved) * 2 > len(train):
+            raise DataError(
+                f"{len(self.reserved)} of {len(train)} training samples would be reserved for the server; "
+                "use a smaller scenario.reserve."
+            )
+
+    def carry_out(self) -> Federation:
+        """Deal the samples, carve the validation shares, and pack everything."""
+        self.set_aside()
+        hands = (self.dealer or deal_by_settings)(self)
+        train: list[Tensor] = []
+        held: list[Tensor] = []
+        tests: list[Tensor] = []
+        test_shard: list[int] = []
+        shared: dict[int, int] = {}
+        for hand in hands:
+            if not len(hand.train):
+                raise DataError(
+                    f"Client '{hand.name}' of {self.dataset.name} has no samples to train on; use fewer clients."
+                )
+            own, middle = cut(hand.train, self.common.valid)
+            train.append(own)
+            held.append(middle)
+            if isinstance(hand.test, int):
+                if hand.test not in shared:
+                    shared[hand.test] = len(tests)
+                    tests.append(self.pool(hand.test)[1])
+                test_shard.append(shared[hand.test])
+            else:
+                test_shard.append(len(tests))
+                tests.append(hand.test)
+        names = tuple(hand.name for hand in hands)
+        groups = torch.tensor([hand.group for hand in hands])
+        view = groups if len(self.views) > 1 else torch.zeros_like(groups)
+        keys = name_keys(names)
+        return Federation(
+            name=self.dataset.name,
+            x=self.dataset.x,
+            y=self.dataset.y,
+            num_classes=self.dataset.num_classes,
+            train=Split.of(train),
+            valid=Split.of(held),
+            test=Split.of(tests, torch.tensor(test_shard)),
+            names=names,
+            keys=keys,
+            views=tuple(self.views),
+            view=view,
+            groups=groups if self.has_groups else None,
+            mean=self.dataset.mean,
+            std=self.dataset.std,
+            moves=self._moves(groups, keys),
+            reserved=self.reserved,
+            reserved_view=self._reserved_views(),
+            repeats=self.repeats,
+        ).validate()
+
+    def _reserved_views(self) -> Tensor | None:
+        """The server's samples are of all kinds alike: each is seen through the view of a random group."""
+        if self.reserved is None:
+            return None
+        return (self.rng.at("reserved views").uniform(len(self.reserved)) * len(self.views)).long()
+
+    def _moves(self, groups: Tensor, keys: Tensor) -> tuple[Move, ...]:
+        """Who changes to the next kind when."""
+        if self.drift is None:
+            return ()
+        if not self.has_groups or self.by_domain or not any(self.views):
+            raise ConfigError("Only kinds that differ in how they see the same samples can change (rotated, ...).")
+        moves = []
+        for number, round in enumerate(self.drift[0]):
+            luck = uniform(self.rng.at("drift", number).keys(keys), 1)[:, 0]
+            groups = torch.where(luck < self.drift[1], (groups + 1) % len(self.views), groups)
+            moves.append(Move(round, groups, groups))
+        return tuple(moves)
+
+
+def deal_by_settings(deal: Deal) -> list[Hand]:
+    """Within each group, as `samples`, `alpha` and `quantity` say; by default every sample to exactly one client.
+
+    Groups see the data through different views, so a sample may be held once in each group.
+    """
+    groups = deal.client_groups()
+    hands = []
+    for group, name in enumerate(deal.group_names):
+        train, test = deal.pool(group)
+        own_tests = deal.common.tests == "own"
+        rows = torch.cat([train, deal.free(test)]) if own_tests else train
+        shares = split_rows(deal, rows, groups.count(group), deal.rng.at("deal", group))
+        if own_tests and deal.repeats:
+            raise ConfigError(
+                "These clients draw independently, so one may be tested on what another trains on; "
+                "use scenario.tests=kind, or scenario.sense=shares."
+            )
+        for number, share in enumerate(shares):
+            client = f"{name}-{number:03d}"
+            if own_tests:
+                mine, kept = cut_own_tests(share, deal.common.test)
+                hands.append(Hand(client, group, mine, kept))
+            else:
+                hands.append(Hand(client, group, share, group))
+    return hands
+
+
+def cut_own_tests(rows: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Train and test rows of a client whose test samples are its own, at least one on each side."""
+    return cut(rows, max(share, 1.0 / max(1, len(rows))))
+
+
+def split_rows(deal: Deal, rows: Tensor, members: int, rng: Rng) -> list[Tensor]:
+    """The rows of each of `members` clients of one kind, in random order."""
+    common = deal.common
+    least = common.min_samples or (2 if common.tests == "own" else 1)
+    if members * least > len(rows) and not (common.samples or common.alpha):
+        raise DataError(
+            f"{members} clients cannot share {len(rows)} training samples of {deal.dataset.name}, at least {least} "
+            f"each; use at most {len(rows) // least * len(deal.views)} clients."
+        )
+    if not len(rows):
+        raise DataError(f"There are no samples of {deal.dataset.name} left to deal out.")
+    if common.alpha is not None and not deal.dataset.num_classes:
+        raise ConfigError(f"alpha skews classes; {deal.dataset.name} has none.")
+    if common.alpha is not None and common.sense == "shares":
+        y = deal.dataset.y[rows]
+        kinds = [rows[y == label] for label in range(deal.dataset.num_classes)]
+        shares = share_by_dirichlet(kinds, members, common.alpha, rng)
+        return [shuffled(own, rng.at("order", i)) for i, own in enumerate(top_up(shares, least, rng))]
+    if common.alpha is not None:
+        deal.repeats = True
+        return _by_label_vectors(deal, rows, members, rng)
+    order = shuffled(rows, rng)
+    if common.samples is not None:
+        if common.samples * members <= len(rows):
+            return list(order[: common.samples * members].split(common.samples))
+        deal.repeats = True
+        return [_repeated(shuffled(rows, rng.at("client", i)), common.samples) for i in range(members)]
+    if common.quantity is not None:
+        return top_up(share_by_dirichlet([order], members, common.quantity, rng), least, rng)
+    return list(torch.tensor_split(order, members))
+
+
+def share_by_dirichlet(kinds: list[Tensor], members: int, alpha: float, rng: Rng) -> list[Tensor]:
+    """Every kind of rows is shared among the clients by its own draw of Dir(alpha); every row once."""
+    mine: list[list[Tensor]] = [[] for _ in range(members)]
+    for number, rows in enumerate(kinds):
+        share = dirichlet(rng.at("share", number), torch.full((members,), alpha))
+        ends = (share.cumsum(0) * len(rows)).round().long()
+        ends[-1] = len(rows)
+        order = shuffled(rows, rng.at("kind", number))
+        for client, part in enumerate(torch.tensor_split(order, ends[:-1])):
+            mine[client].append(part)
+    return [torch.cat(parts) for parts in mine]
+
+
+def top_up(shares: list[Tensor], least: int, rng: Rng) -> list[Tensor]:
+    """Clients with fewer than `least` rows get some from the largest."""
+    shares = [shuffled(rows, rng.at("top up", i)) for i, rows in enumerate(shares)]
+    for poor in range(len(shares)):
+        while len(shares[poor]) < least:
+            rich = max(range(len(shares)), key=lambda i: len(shares[i]))
+            give = min(least - len(shares[poor]), len(shares[rich]) - least)
+            if give < 1:
+                raise DataError(f"{len(shares)} clients cannot have {least} samples each; use fewer clients.")
+            shares[poor] = torch.cat([shares[poor], shares[rich][-give:]])
+            shares[rich] = shares[rich][:-give]
+    return shares
+
+
+def _by_label_vectors(deal: Deal, rows: Tensor, members: int, rng: Rng) -> list[Tensor]:
+    """Each client draws its label vector, then its samples, independently of the others."""
+    common, classes = deal.common, deal.dataset.num_classes
+    assert common.alpha is not None
+    count = common.samples or max(1, len(rows) // members)
+    y = deal.dataset.y[rows]
+    kinds = [rows[y == label] for label in range(classes)]
+    there = torch.tensor([len(kind) > 0 for kind in kinds])
+    alpha = common.alpha / int(there.sum()) if common.sense == "total" else common.alpha
+    found = []
+    for client in range(members):
+        point = rng.at("client", client)
+        vector = dirichlet(point.at("labels"), torch.full((classes,), alpha).where(there, torch.zeros(1)))
+        sizes = round_shares(vector, count)
+        own = [
+            _repeated(shuffled(k, point.at("class", i)), int(n))
+            for i, (k, n) in enumerate(zip(kinds, sizes, strict=True))
+        ]
+        found.append(shuffled(torch.cat(own), point.at("order")))
+    return found
+
+
+def dirichlet(rng: Rng, alpha: Tensor) -> Tensor:
+    """One draw of a Dirichlet distribution; entries with alpha = 0 are 0. float64, of the shape of `alpha`."""
+    positive = alpha > 0
+    generator = np.random.default_rng(rng.key & ((1 << 63) - 1))
+    found = torch.zeros(len(alpha), dtype=torch.float64)
+    found[positive] = torch.from_numpy(generator.dirichlet(alpha[positive].double().numpy()))
+    return found
+
+
+def round_shares(shares: Tensor, total: int) -> Tensor:
+    """Whole numbers that sum to `total`, nearest to the shares: the largest remainders are rounded up.
+
+    >>> round_shares(torch.tensor([0.5, 0.26, 0.24]), 10).tolist()
+    [5, 3, 2]
+    """
+    exact = shares * total
+    whole = exact.floor().long()
+    missing = total - int(whole.sum())
+    whole[torch.argsort(exact - whole, descending=True, stable=True)[:missing]] += 1
+    return whole
+
+
+def shuffled(rows: Tensor, rng: Rng) -> Tensor:
+    """The rows in random order."""
+    return rows[rng.permutation(len(rows))]
+
+
+def _repeated(rows: Tensor, count: int) -> Tensor:
+    """`count` rows, beginning again where there are too few."""
+    if count <= len(rows):
+        return rows[:count]
+    return rows[torch.arange(count) % len(rows)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Contract of a part of a scenario: a frozen settings class that writes into a deal."""
+
+    key: ClassVar[str]
+    summary: ClassVar[str]
+
+    def plan(self, deal: Deal) -> None:
+        """Write this part's share into the deal."""
+        raise NotImplementedError
+
+
+_PARTS: dict[str, type[Part]] = {}
+
+
+def register_part(cls: type[Part]) -> type[Part]:
+    """Class decorator: make a part known by its `key`."""
+    _PARTS[cls.key] = cls
+    return cls
+
+
+def parts() -> dict[str, type[Part]]:
+    """All parts a scenario can be made of."""
+    import coterie.data.scenarios as package
+
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    return dict(sorted(_PARTS.items()))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Parts in order, and what they have in common."""
+
+    parts: tuple[Part, ...]
+    common: Common = Common()
+
+    @classmethod
+    def named(cls, name: str, values: Mapping[str, Any]) -> Scenario:
+        """A scenario as typed: `rotated`, `rotated+label_swapped`; a value goes to every part that has it."""
+        known = parts()
+        classes = []
+        for key in name.split("+"):
+            if key not in known:
+                raise UnknownName("scenario", key, known)
+            classes.append(known[key])
+        every = {field for part in (*classes, Common) for field in fields_of(part)}
+        for field_name in values:
+            if field_name not in every:
+                raise UnknownName(f"field of scenario {name} named", field_name, every)
+
+        def own(part: type) -> dict[str, Any]:
+            return {k: v for k, v in values.items() if k in fields_of(part)}
+
+        made = tuple(build(part, own(part), "scenario") for part in classes)
+        return cls(made, build(Common, own(Common), "scenario"))
+
+    @property
+    def name(self) -> str:
+        """The name as it would be typed."""
+        return "+".join(part.key for part in self.parts)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All settings in force."""
+        merged: dict[str, Any] = {}
+        for part in (*self.parts, self.common):
+            merged |= values_of(part)
+        return merged
+
+    def deal(self, dataset: Dataset, clients: int | None, rng: Rng) -> Federation:
+        """Deal a data set out."""
+        if clients is not None and clients < 1:
+            raise ConfigError(f"clients must be an int >= 1. Got {clients} instead.")
+        plan = Deal(dataset, clients, rng.at("scenario"), self.common)
+        for part in self.parts:
+            part.plan(plan)
+        return plan.carry_out()

@@ -1,0 +1,20 @@
+"""All clients of one kind: samples dealt out evenly at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from coterie.data.scenario import Deal, Part, register_part
+
+
+@register_part
+@dataclass(frozen=True)
+class Iid(Part):
+    """Every training sample to exactly one client."""
+
+    key: ClassVar[str] = "iid"
+    summary: ClassVar[str] = "samples dealt out evenly at random"
+
+    def plan(self, deal: Deal) -> None:
+        """Nothing to add: this is how samples are dealt by default."""

@@ -1,0 +1,65 @@
+"""scikit-learn's 1,797 handwritten digits (UCI ML hand-written digits, 8x8): embedded, no download."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from coterie.data.dataset import Dataset, Preset, Source, register_preset, register_source
+from coterie.randomness import Rng
+
+_TRAIN_SHARE = 0.8
+
+
+@register_source
+@dataclass(frozen=True)
+class Digits(Source):
+    """The digits, with one fixed 80/20 split that no seed changes."""
+
+    key: ClassVar[str] = "digits"
+    summary: ClassVar[str] = "1,797 handwritten digits of 8x8, inside scikit-learn"
+
+    def load(self, clients: int | None, rng: Rng, data_dir: Path | None) -> Dataset:
+        """Read the samples from scikit-learn's own files."""
+        from sklearn.datasets import load_digits
+
+        images, labels = load_digits(return_X_y=True)
+        x = torch.from_numpy(images.astype(np.uint8)).reshape(-1, 1, 8, 8)  # values 0..16
+        order = Rng.seed(0).at("digits", "split").permutation(len(x)).numpy()
+        is_train = np.zeros(len(x), dtype=bool)
+        is_train[order[: int(_TRAIN_SHARE * len(x))]] = True
+        y = torch.from_numpy(labels.astype(np.int64))
+        return Dataset("digits", x, y, num_classes=10, is_train=is_train, mean=8.0, std=8.0).validate()
+
+
+# Good for one global model and for clustered ones alike (measured over 10 seeds).
+_WORK = {"lr": 0.2, "epochs": 4, "batch_size": 20}
+
+register_preset(
+    Preset(
+        name="rotated-digits",
+        summary="digits, four kinds of client: turned by 0, 90, 180, 270 degrees",
+        source="digits",
+        scenario="rotated",
+        clients=40,
+        model="mlp",
+        model_settings={"hidden": 64},
+        work=_WORK,
+    )
+)
+register_preset(
+    Preset(
+        name="digits",
+        summary="digits, all clients of one kind",
+        source="digits",
+        scenario="iid",
+        clients=40,
+        model="mlp",
+        model_settings={"hidden": 64},
+        work=_WORK,
+    )
+)

@@ -1,0 +1,225 @@
+"""The ServerApp of a deployed run: waits for the sites, then runs the one round loop over them.
+
+Everything is written into a run folder, with a checkpoint after each round. A run whose server was killed goes on from
+there when it is started again with the same name: no round that was completed is lost or done twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie.client.block import Task
+from coterie.data.federation import Federation
+from coterie.deploy.client import classes_of, loss_of, maker_of
+from coterie.engines.flower.engine import FlowerEngine, FlowerSettings
+from coterie.engines.flower.link import Link, Member, splits_of
+from coterie.errors import ConfigError, Interrupted
+from coterie.runs.execution import environment, finish
+from coterie.runs.experiment import apply_set, merge, resolve
+from coterie.runs.folder import RunFolder
+from coterie.runs.loop import Trainer
+from coterie.settings import build
+
+log = logging.getLogger("coterie.flower")
+
+# Keys of a Flower run config, and the fields of coterie's own tables they stand for.
+_PLACES = {
+    "algorithm": "run.algorithm",
+    "rounds": "run.rounds",
+    "seed": "run.seed",
+    "participation": "run.participation",
+    "evaluate-every": "run.evaluate_every",
+    "clusters": "algorithm.num_clusters",
+    "lr": "work.lr",
+    "momentum": "work.momentum",
+    "weight-decay": "work.weight_decay",
+    "epochs": "work.epochs",
+    "batch-size": "work.batch_size",
+    "deadline": "engine.deadline",
+    "poll": "engine.poll",
+}
+_OWN = ("set", "min-clients", "wait", "run-dir", "name", "identity")
+
+
+def deployed_server_app(site: Any) -> Any:
+    """The ServerApp of a run over sites; see docs/deployment.md for the keys of its config."""
+    from flwr.serverapp import ServerApp
+
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Any, context: Any) -> None:
+        serve(grid, dict(context.run_config), site)
+
+    return app
+
+
+def serve(grid: Any, config: dict[str, Any], site: Any) -> dict[str, Any]:
+    """Run to the end over the nodes of a grid; the summary."""
+    _log_to_stderr()
+    tables = tables_of(config)
+    identity = str(config.get("identity", "key"))
+    if identity not in ("key", "claimed"):
+        raise ConfigError(f"identity must be 'key' or 'claimed'. Got '{identity}' instead.")
+    experiment = resolve(merge(tables | {"engine": {}}))
+    settings = build(FlowerSettings, tables.get("engine", {}), "engine")
+    parent, name = Path(str(config.get("run-dir", "runs"))), str(config.get("name", "deployed"))
+    folder = _folder(parent, name, tables)
+    with folder.held():
+        kept = folder.read_json("artifacts/members.json") or {"members": [], "lives": {}}
+        link = Link(grid, identity, settings.poll)  # type: ignore[arg-type]
+        link.remember(kept["members"])
+        _gather(link, int(config.get("min-clients", 2)), float(config.get("wait", 600)))
+        federation = _federation(list(link.members.values()), site)
+        task = Task.made(
+            maker_of(site), experiment.schedule.seed, loss_of(site), classes_of(site), federation.input_shape,
+            experiment.work,
+        )  # fmt: skip
+        checkpoint, problems = folder.load_checkpoint()
+        past = _past(kept["lives"], 0 if checkpoint is None else checkpoint.round)
+        engine = FlowerEngine(task, federation, link, settings, run=name, past=past)
+        engine.notes += problems
+        engine.reserved = _reserved(site)
+        schedule = replace(experiment.schedule, checkpoint_every=0.0)  # sites are never more than a round ahead
+        trainer = DeployedTrainer(experiment.algorithm, engine, federation, schedule, folder, observer=_tell)
+        trainer.lives = {**past, engine.life: schedule.rounds}
+        trainer.write_members()
+        folder.write_json("environment.json", environment(engine, federation.digest()))
+        if checkpoint is None:
+            folder.cut_rows(0)
+        else:
+            trainer.restore(checkpoint)
+            log.info("going on after round %d", checkpoint.round)
+        try:
+            trainer.run()
+        except Interrupted as error:
+            log.warning("%s", error)
+            return {}
+        told = {"algorithm": experiment.algorithm_name, "dataset": "sites", "model": "task.model"}
+        return finish(trainer, told, folder, "flower", federation.digest())
+
+
+class DeployedTrainer(Trainer):
+    """The round loop, which lets new sites in before each round."""
+
+    lives: dict[str, int]
+
+    def write_members(self) -> None:
+        """Who is in the run, and the lives of its server, for the next one."""
+        assert self.folder is not None
+        assert isinstance(self.engine, FlowerEngine)
+        members = self.engine.link.told()
+        self.folder.write_json("artifacts/members.json", {"members": members, "lives": self.lives})
+        sizes = {split: [member[split] for member in members] for split in ("train", "valid", "test")}
+        told = {"seed": self.schedule.seed, "unseen": [], "clients": [member["name"] for member in members]}
+        self.folder.write_json("artifacts/manifest.json", {**told, **sizes, "groups": None, "label_counts": None})
+
+    def welcome(self) -> int:
+        """Take in the sites that have come since the last round."""
+        assert isinstance(self.engine, FlowerEngine)
+        count = super().welcome()
+        if count:
+            self.write_members()
+        return count
+
+
+def _log_to_stderr() -> None:
+    """What coterie itself has to say, and nothing of the libraries below it: each line travels to the SuperLink."""
+    ours = logging.getLogger("coterie")
+    if not ours.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def tables_of(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Coterie's tables of a Flower run config: flat keys, and `set` for every other field, as `--set` takes it.
+
+    >>> tables_of({"algorithm": "fesem", "rounds": 3, "set": "algorithm.guard=false work.lr_decay=0.9"})["algorithm"]
+    {'guard': False}
+    """
+    unknown = [key for key in config if key not in _PLACES and key not in _OWN]
+    if unknown:
+        known = ", ".join(sorted([*_PLACES, *_OWN]))
+        raise ConfigError(f"There is no run config key '{unknown[0]}'. Known: {known}.")
+    tables: dict[str, dict[str, Any]] = {"run": {"dataset": "rotated-digits"}}
+    for key, value in config.items():
+        if key in _PLACES and value != "":
+            table, _, field = _PLACES[key].partition(".")
+            tables.setdefault(table, {})[field] = value
+    return apply_set(tables, str(config.get("set", "")).split())
+
+
+def _folder(parent: Path, name: str, tables: dict[str, dict[str, Any]]) -> RunFolder:
+    """The run folder of that name: the one that is there, or a new one."""
+    path = parent / name
+    if path.exists():
+        return RunFolder.open(path)
+    parent.mkdir(parents=True, exist_ok=True)
+    head = {**tables["run"], "dataset": "sites", "engine": "flower", "over_sites": True}
+    return RunFolder.create(parent, name, name, tables | {"run": head})
+
+
+def _gather(link: Link, least: int, patience: float) -> None:
+    """Wait until so many sites are there."""
+    ends = time.monotonic() + patience
+    said = -1
+    while True:
+        link.roll_call()
+        there = len(link.connected)
+        if there >= least:
+            return
+        if there != said:
+            log.info("%d of at least %d sites are here", there, least)
+            said = there
+        if time.monotonic() > ends:
+            raise ConfigError(
+                f"Only {there} of at least {least} sites came in {patience:g} s; see min-clients and wait."
+            )
+        time.sleep(0.5)
+
+
+def _federation(members: list[Member], site: Any) -> Federation:
+    """The sites as the round loop sees them: names and sizes, no data."""
+    shape = maker_of(site).input_shape
+    return Federation(
+        name="sites",
+        x=torch.empty(0, *shape),
+        y=torch.empty(0, dtype=torch.int64),
+        num_classes=classes_of(site),
+        **splits_of(members),
+    )
+
+
+def _reserved(site: Any) -> Any:
+    """The server's own samples, for methods that need some: `reserved()` of task.py gives (x, y)."""
+    if not hasattr(site, "reserved"):
+        return None
+    x, y = site.reserved()
+    return torch.as_tensor(x).float(), torch.as_tensor(y)
+
+
+def _past(lives: dict[str, int], round: int) -> dict[str, int]:
+    """Earlier lives of the server, none of which counts beyond the round that this one goes on from."""
+    return {life: min(last, round) for life, last in lives.items()}
+
+
+def _tell(row: dict[str, Any]) -> None:
+    accuracy = row.get("accuracy")
+    told = {"round": row["round"], "accuracy": accuracy["macro"] if accuracy else None, "failures": row["failures"]}
+    told |= {"sizes": row["cluster_sizes"], "seconds": {k: round(v, 2) for k, v in row["seconds"].items()}}
+    log.info("%s", json.dumps(told))
+
+
+__all__ = ["deployed_server_app", "serve", "tables_of"]

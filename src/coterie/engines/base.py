@@ -1,0 +1,237 @@
+"""Engines carry: the contract between an algorithm and whatever runs its clients.
+
+An algorithm asks with one verb, `engine.call(step, cohort, ...)`, and reads the answers chunk by chunk. It
+does not know whether clients are rows of a tensor or machines far away.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.client.block import Answer, ClientStep, Task
+from coterie.client.work import SGD
+from coterie.data.federation import Federation
+from coterie.engines.attacks import Attack
+from coterie.engines.forward import Forward
+from coterie.engines.ledger import Ledger, Phase
+from coterie.errors import ConfigError
+from coterie.nets.flat import Network
+from coterie.randomness import Rng, uniform
+
+_LARGE = 100.0  # times the length of the model that was sent: longer answers are refused
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A client that did not answer a call, or whose answer could not be used."""
+
+    round: int
+    client: str
+    step: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Answers of some clients of a cohort; those that failed are not among them."""
+
+    clients: Tensor  # int64 [c] ids, on the CPU
+    positions: Tensor  # int64 [c] places in the cohort, on the CPU
+    answer: Answer  # tensors [c, ...] on the engine's device
+    failed: tuple[Failure, ...] = ()  # those of this chunk
+
+
+class Engine(abc.ABC):
+    """Runs client steps on cohorts of clients."""
+
+    def __init__(self, task: Task, names: tuple[str, ...], keys: Tensor) -> None:
+        self.task = task
+        self.names = names
+        self.keys = keys  # int64 [N]: what the clients' randomness hangs on
+        self.ledger = Ledger()
+        self.failures: list[Failure] = []
+        self.notes: list[str] = []  # what the engine decided and the user should know
+        self.round = 0
+        self.phase: Phase = "start"
+        self.reserved: tuple[Tensor, Tensor] | None = None  # the server's own samples: inputs, labels
+        self.dropout = 0.0  # simulated: the probability that a client does not answer a call
+        self.dropout_rng = Rng.seed(0)
+        self.attack: Attack | None = None  # simulated: who sends what it should not
+        self.client_seconds = 0.0  # time spent on clients' work so far; the rest of a round is the server's
+
+    @property
+    def num_clients(self) -> int:
+        """N."""
+        return len(self.names)
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """Where answers arrive and centers should lie."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The float type of models."""
+
+    @abc.abstractmethod
+    def call(
+        self,
+        step: ClientStep,
+        cohort: Tensor,
+        *,
+        rng: Rng,
+        models: Tensor | None = None,
+        refs: Tensor | None = None,
+        payload: Mapping[str, Tensor] | None = None,
+        each: Mapping[str, Tensor] | None = None,
+        work: SGD | None = None,
+    ) -> Iterator[Chunk]:
+        """Let every client of `cohort` (ids [C]) do `step`, and give the answers as they come.
+
+        `models` is a table [M, P]; `refs` says which rows a client gets: [C] one each, [C, m] several.
+        `payload` is the same small tensors for all, `each` has one row [C, ...] per client.
+        Equal `rng` means equal randomness: the same call again gives the same answers.
+        """
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What the engine chose: written into the run and reused on resume."""
+
+    def remember(self, plan: Mapping[str, Any]) -> None:
+        """A run goes on: what `describe` told when it began."""
+        return
+
+    @abc.abstractmethod
+    def memory_tensors(self) -> dict[str, Tensor]:
+        """Everything the clients remember, as named tensors, for the checkpoint."""
+
+    @abc.abstractmethod
+    def load_memory(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `memory_tensors` gave."""
+
+    @abc.abstractmethod
+    def memory_budget(self) -> int:
+        """Bytes that an algorithm may hold at once, beside its centers."""
+
+    def welcome(self) -> int:
+        """Take in clients that have come since, at the end of the list; how many there are."""
+        return 0
+
+    def population(self, federation: Federation) -> Federation:
+        """The federation of a run, with those who have come since."""
+        return federation
+
+    def begin(self, round: int, phase: Phase) -> None:
+        """Called by the round loop: what follows belongs to this round and phase."""
+        if round != self.round:
+            self.ledger.begin_round()
+        self.round, self.phase = round, phase
+
+    @functools.cached_property
+    def forward(self) -> Forward:
+        """Outputs of models on the server itself, for methods that compare what models say."""
+        return Forward(Network(self.task.module, self.dtype, self.device), self.task.input_shape)
+
+    def everyone(self) -> Tensor:
+        """All client ids, [N]."""
+        return torch.arange(self.num_clients)
+
+    def draw(self, rng: Rng, size: int) -> Tensor:
+        """A cohort of `size` clients, ids ascending; each client's luck depends on its own key only."""
+        if size >= self.num_clients:
+            return self.everyone()
+        luck = uniform(rng.keys(self.keys), 1)[:, 0]
+        return torch.argsort(luck, stable=True)[:size].sort().values
+
+    def is_late(self, step: str, cohort: Tensor) -> Tensor:
+        """Which clients of a call do not answer it, bool [C]; the same when the same call is made again.
+
+        Only training and its start: repairs ask those who have answered, and evaluation is the observer's.
+        """
+        if not self.dropout or self.phase not in ("start", "round"):
+            return torch.zeros(len(cohort), dtype=torch.bool)
+        rng = self.dropout_rng.at(self.round, step)
+        return uniform(rng.keys(self.keys[cohort]), 1)[:, 0] < self.dropout
+
+    def initial(self) -> Tensor:
+        """The common start of the run on the engine's device, [P]."""
+        if self._initial is None:
+            self._initial = self.task.initial.to(self.device, self.dtype)
+        return self._initial
+
+    _initial: Tensor | None = None
+
+    def require_memory(self, num_bytes: int, what: str) -> None:
+        """Refuse early, with the number, what would not fit."""
+        free = available_memory(self.device)
+        if num_bytes > 0.8 * free:
+            raise ConfigError(
+                f"{what} needs {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free on {self.device}; "
+                "use fewer clients or a smaller model."
+            )
+
+
+def too_large(length: Tensor, sent: Tensor | None) -> Tensor:
+    """Which models or gradients, of these lengths [c], are so large that they can only be wrong, bool [c].
+
+    `sent` [c] is the length of the model that the client was sent. Each is judged by itself, so that the verdict does
+    not hang on who else is in the chunk.
+    """
+    limit = _LARGE * (1 + (torch.zeros_like(length) if sent is None else sent.to(length)))
+    return torch.gt(length, limit)
+
+
+NOT_FINITE = "the answer is not finite"
+TOO_LARGE = "the answer is far too large"
+
+
+def unusable(answer: Mapping[str, Tensor], count: int, sent: Tensor | None) -> dict[str, Tensor]:
+    """Which of `count` clients' answers cannot be used, bool [c] by reason; `sent` as `too_large` has it."""
+    device = next((tensor.device for tensor in answer.values()), torch.device("cpu"))
+    finite = torch.ones(count, dtype=torch.bool, device=device)
+    large = torch.zeros_like(finite)
+    for key, tensor in answer.items():
+        if key in ("params", "gradient"):
+            length = torch.linalg.vector_norm(tensor, dim=1)  # one look at it tells both
+            finite &= torch.isfinite(length)
+            large |= too_large(length, sent)
+        elif tensor.is_floating_point():
+            finite &= torch.isfinite(tensor.flatten(1).sum(1) if tensor.dim() > 1 else tensor)
+    return {NOT_FINITE: ~finite, TOO_LARGE: finite & large}
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 8 << 30  # where the system does not tell, a laptop's worth
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device a user asked for; `auto` is a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda'. Got '{name}' instead.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device '{name}' was asked for, but torch sees no GPU here; use --device cpu.")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda'. Got '{name}' instead.")
+    return device

@@ -1,0 +1,171 @@
+"""`coterie run --engine flower`: the clients are nodes of Flower's own simulation (Ray), on this machine.
+
+The simulation runs in a thread of its own. Its ServerApp does nothing but hand out the Grid: the round loop is the one
+of every other engine, and asks over it. The simulation ends with the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.client.block import Task
+from coterie.data.federation import Federation
+from coterie.engines.base import Engine
+from coterie.engines.flower.client import simulated_client_app
+from coterie.engines.flower.engine import FlowerEngine, FlowerSettings, require_maker
+from coterie.engines.flower.link import Link
+from coterie.engines.flower.memory import DiskMemory, plain_name
+from coterie.engines.flower.world import write_world
+from coterie.errors import ConfigError, EngineError
+from coterie.settings import build
+
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # 15 by default: on a busy machine everyone else would go first
+}
+_START = 120.0  # seconds until all nodes are there
+_RUN = "simulation"
+
+
+class SimulatedEngine(FlowerEngine):
+    """Nodes of Flower's simulation; what they remember goes into the checkpoint: their disk is a temporary one."""
+
+    def __init__(self, task: Task, federation: Federation, settings: FlowerSettings, grid: Any, folder: Path) -> None:
+        link = Link(grid, "claimed", settings.poll)
+        self._folder = folder
+        super().__init__(task, federation, link, settings, run=_RUN)
+
+    def memory_tensors(self) -> dict[str, Tensor]:
+        """What all clients remember, as the engines in this process tell it."""
+        found: dict[str, dict[int, Tensor]] = {}
+        for number in range(self.num_clients):
+            for name, value in self._memory(number).everything().items():
+                found.setdefault(name, {})[number] = value[0]
+        tensors: dict[str, Tensor] = {}
+        for name, rows in found.items():
+            first = next(iter(rows.values()))
+            values = torch.zeros(self.num_clients, *first.shape, dtype=first.dtype)
+            for number, row in rows.items():
+                values[number] = row
+            present = torch.zeros(self.num_clients, dtype=torch.bool)
+            present[list(rows)] = True
+            tensors |= {f"value.{name}": values, f"present.{name}": present}
+        return tensors
+
+    def load_memory(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put it back on the clients' disks."""
+        names = [name.removeprefix("value.") for name in tensors if name.startswith("value.")]
+        for number in range(self.num_clients):
+            own = {n: tensors[f"value.{n}"][number : number + 1] for n in names if tensors[f"present.{n}"][number]}
+            if own:
+                self._memory(number).replace({n: t.contiguous().clone() for n, t in own.items()})
+
+    def _memory(self, client: int) -> DiskMemory:
+        folder = self._folder / "memory" / plain_name(_RUN) / plain_name(self.names[client])
+        return DiskMemory(folder, self.round, self.life, self.past)
+
+
+def simulated_engine(task: Task, federation: Federation, device: str, settings: Mapping[str, Any]) -> Engine:
+    """Start Flower's simulation with a node for each client."""
+    if device not in ("auto", "cpu"):
+        raise ConfigError("engine flower simulates clients on the CPU; use engine vectorized for a GPU.")
+    chosen = build(FlowerSettings, settings, "engine")
+    make = require_maker(task)
+    folder = Path(tempfile.mkdtemp(prefix="coterie-flower-"))
+    try:
+        write_world(folder, federation)
+        app = simulated_client_app(make, task.loss, federation.views, str(folder))
+        simulation = Simulation(app, len(federation), chosen.cpus, folder)
+        engine = SimulatedEngine(task, federation, chosen, simulation.grid(), folder)
+        weakref.finalize(engine, simulation.stop)
+        # At the end of the program Python waits for Flower's worker threads before it does anything else: they must be
+        # told before that.
+        threading._register_atexit(simulation.stop)  # type: ignore[attr-defined]
+        simulation.wait_for_all(engine.link, federation.names)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return engine
+
+
+class Simulation:
+    """Flower's simulation in a thread, until `stop`."""
+
+    def __init__(self, app: Any, nodes: int, cpus: int, folder: Path) -> None:
+        self._done = threading.Event()
+        self._grids: queue.Queue[Any] = queue.Queue()
+        self._error: BaseException | None = None
+        self._folder = folder
+        for key, value in QUIET.items():
+            os.environ.setdefault(key, value)
+        os.environ.setdefault("FLWR_HOME", str(folder / "flwr"))
+        for noisy in ("flwr", "ray"):
+            logging.getLogger(noisy).setLevel(logging.ERROR)
+        self._thread = threading.Thread(target=self._run, args=(app, nodes, cpus), name="flower", daemon=True)
+        self._thread.start()
+
+    def _run(self, app: Any, nodes: int, cpus: int) -> None:
+        import warnings
+
+        from flwr.serverapp import ServerApp
+
+        server = ServerApp()
+
+        @server.main()
+        def main(grid: Any, context: Any) -> None:
+            self._grids.put(grid)
+            self._done.wait()
+
+        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+        config = {"client_resources": {"num_cpus": cpus, "num_gpus": 0.0}, "init_args": quiet}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                from flwr.simulation import run_simulation
+
+                run_simulation(server, app, nodes, backend_config=config)
+        except BaseException as error:  # also what ends a process: it must not end ours
+            self._error = error
+        self._grids.put(None)
+
+    def grid(self) -> Any:
+        """The way to the nodes."""
+        try:
+            found = self._grids.get(timeout=_START)
+        except queue.Empty:
+            raise EngineError(f"Flower's simulation did not start in {_START:g} s.") from None
+        if found is None:
+            raise EngineError(f"Flower's simulation did not start: {self._error}")
+        return found
+
+    def wait_for_all(self, link: Link, names: tuple[str, ...]) -> None:
+        """Until every client has said that it is there."""
+        import time
+
+        ends = time.monotonic() + _START
+        while len(link.members) < len(names):
+            if self._error is not None or time.monotonic() > ends:
+                raise EngineError(f"Only {len(link.members)} of {len(names)} simulated nodes came: {self._error}")
+            link.roll_call()
+
+    def stop(self) -> None:
+        """End it, and wait for that; more than once does no harm."""
+        self._done.set()
+        self._thread.join(30)
+        shutil.rmtree(self._folder, ignore_errors=True)

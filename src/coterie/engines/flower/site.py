@@ -1,0 +1,124 @@
+"""A site: one client's data, task and memory, and the answer to any registered client step.
+
+The same block code as in process, a block of one: a `LoopEngine` over the site's own federation does the work.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import RecordDict
+from torch import Tensor
+
+from coterie.client.block import Block, Models, Task, find_step
+from coterie.client.work import from_dict
+from coterie.data.federation import Federation, Split, cut
+from coterie.engines.flower import wire
+from coterie.engines.flower.memory import DiskMemory, plain_name
+from coterie.engines.loop import LoopEngine
+from coterie.errors import CoterieError, DataError
+from coterie.nets.flat import Loss
+from coterie.nets.registry import ModelMaker
+from coterie.randomness import Rng, name_keys
+
+
+class Site:
+    """Clients of a federation, each asked by itself."""
+
+    def __init__(self, federation: Federation, make: ModelMaker, loss: Loss, folder: Path, device: str = "cpu") -> None:
+        self.federation, self._make, self._loss = federation, make, loss
+        self._folder, self._device = folder, device
+        self._engines: dict[Any, LoopEngine] = {}
+
+    def answer(self, content: RecordDict) -> RecordDict:
+        """Do what is asked; a step that raises is told in one line, as a failure of this client."""
+        call, models, payload, each = wire.read_request(content)
+        if call.client not in self.federation.names:
+            return wire.failure(f"this site is not '{call.client}'")
+        try:
+            tensors, gradients = self._do(call, models, payload, each)
+        except CoterieError as error:
+            return wire.failure(str(error))
+        except Exception as error:  # a client's own code may raise anything
+            return wire.failure(f"{type(error).__name__}: {error}")
+        return wire.answer(tensors, gradients)
+
+    def _do(
+        self, call: wire.Call, sent: list[Tensor], payload: dict[str, Tensor], each: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], int]:
+        engine = self._engine(call)
+        engine.begin(call.round, call.phase)  # type: ignore[arg-type]
+        client = torch.tensor([self.federation.names.index(call.client)])
+        block = self._block(engine, call, client)
+        models = None
+        if call.models is not None:
+            table = torch.stack(sent).to(engine.device, engine.dtype)
+            refs = torch.arange(len(sent), device=engine.device)
+            models = Models(table, refs.unsqueeze(0) if call.several else refs)
+        step = find_step(call.step)
+        with torch.no_grad(), engine.precision():
+            answer = step(block, models, from_dict(call.work), **payload, **each)
+        return dict(answer), block.gradients
+
+    def _block(self, engine: LoopEngine, call: wire.Call, client: Tensor) -> Block:
+        return engine.block_of(client, engine.way, Rng(call.key), self.memory(call.run, call.client, call))
+
+    def memory(self, run: str, client: str, call: wire.Call) -> DiskMemory:
+        """What that client remembers of that run, as of this call."""
+        folder = self._folder / plain_name(run) / plain_name(client)
+        return DiskMemory(folder, call.round, call.life, call.past)
+
+    def _engine(self, call: wire.Call) -> LoopEngine:
+        key = (call.seed, call.precision)
+        if key not in self._engines:
+            work = from_dict(call.work)
+            data = self.federation
+            task = Task.made(self._make, call.seed, self._loss, data.num_classes, data.input_shape, work)
+            settings = {"precision": call.precision}
+            self._engines[key] = LoopEngine(task, self.federation, device=self._device, settings=settings)
+        return self._engines[key]
+
+
+def one_client(name: str, data: Any, num_classes: int) -> Federation:
+    """The federation of one site from what its `load_data` gave.
+
+    That is a federation of one client, a pair (x, y), of which the last share is held out for testing, or a dict with
+    pairs "train" and "test" and, if there is one, "valid".
+    """
+    if isinstance(data, Federation):
+        if len(data) != 1:
+            raise DataError(f"load_data must give the data of one client. Got a federation of {len(data)} instead.")
+        return data
+    if isinstance(data, tuple | list) and len(data) == 2:
+        return Federation.from_clients({name: (data[0], data[1])}, num_classes=num_classes)
+    if not isinstance(data, dict) or "train" not in data:
+        raise DataError("load_data must give (x, y), or a dict with 'train' and 'test', each (x, y).")
+    parts = {split: data.get(split) for split in ("train", "valid", "test")}
+    unknown = [split for split in data if split not in parts]
+    if unknown:
+        raise DataError(f"load_data gave '{unknown[0]}'; known: train, valid, test.")
+    pairs = [(torch.as_tensor(p[0]), torch.as_tensor(p[1])) for p in parts.values() if p is not None]
+    if any(len(x) != len(y) for x, y in pairs):
+        raise DataError("load_data gave samples and labels of different numbers.")
+    x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
+    rows, start = {}, 0
+    for split, part in parts.items():
+        count = 0 if part is None else len(part[0])
+        rows[split] = torch.arange(start, start + count)
+        start += count
+    if parts["valid"] is None:
+        rows["train"], rows["valid"] = cut(rows["train"], 0.1)
+    is_class = not y.is_floating_point()
+    return Federation(
+        name="own",
+        x=x if x.dtype == torch.uint8 else x.float(),
+        y=y.long() if is_class else y.float(),
+        num_classes=num_classes if is_class else 0,
+        train=Split.of([rows["train"]]),
+        valid=Split.of([rows["valid"]]),
+        test=Split.of([rows["test"]]),
+        names=(name,),
+        keys=name_keys((name,)),
+    ).validate()

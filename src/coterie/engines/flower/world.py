@@ -1,0 +1,69 @@
+"""A federation in a folder, for the processes of a simulation: tensors as safetensors, the rest as JSON."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from coterie.client.block import step_modules
+from coterie.data.federation import Federation, Move, Split
+from coterie.data.transforms import View
+
+_SPLITS = ("train", "valid", "test")
+
+
+def write_world(folder: Path, federation: Federation) -> None:
+    """Write everything but the views, which are code."""
+    tensors: dict[str, Tensor] = {"x": federation.x, "y": federation.y, "keys": federation.keys}
+    tensors["view"] = federation.view_of(torch.arange(len(federation)))
+    for name in _SPLITS:
+        split = federation.split(name)  # type: ignore[arg-type]
+        tensors |= {f"{name}.index": split.index, f"{name}.offsets": split.offsets, f"{name}.shard": split.shard}
+    for number, move in enumerate(federation.moves):
+        tensors |= {f"move.{number}.view": move.view, f"move.{number}.groups": move.groups}
+    plain = {
+        "name": federation.name,
+        "num_classes": federation.num_classes,
+        "names": federation.names,
+        "mean": federation.mean,
+        "std": federation.std,
+        "moves": [move.round for move in federation.moves],
+        "repeats": federation.repeats,
+        "steps": step_modules(),
+    }
+    save_file({k: v.contiguous().clone() for k, v in tensors.items()}, str(folder / "federation.safetensors"))
+    (folder / "federation.json").write_text(json.dumps(plain))
+
+
+def read_world(folder: Path, views: Sequence[View]) -> Federation:
+    """The federation that was written there, seen through these views."""
+    plain = json.loads((folder / "federation.json").read_text())
+    tensors = load_file(str(folder / "federation.safetensors"))
+    for module in plain.pop("steps"):  # the folder is this user's own: the simulation that wrote it runs the same steps
+        importlib.import_module(module)
+
+    def split(name: str) -> Split:
+        return Split(tensors[f"{name}.index"], tensors[f"{name}.offsets"], tensors[f"{name}.shard"])
+
+    moves = tuple(
+        Move(round, tensors[f"move.{number}.view"], tensors[f"move.{number}.groups"])
+        for number, round in enumerate(plain.pop("moves"))
+    )
+    return Federation(
+        **{**plain, "names": tuple(plain["names"])},
+        x=tensors["x"],
+        y=tensors["y"],
+        train=split("train"),
+        valid=split("valid"),
+        test=split("test"),
+        keys=tensors["keys"],
+        views=tuple(views),
+        view=tensors["view"],
+        moves=moves,
+    )

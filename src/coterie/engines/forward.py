@@ -1,0 +1,114 @@
+"""Outputs of models on the server itself, for methods that compare what models predict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.engines.kernels.layers import LayerKernel
+from coterie.engines.kernels.native import NativeKernel, NotNative
+from coterie.nets.flat import Network, cross_entropy
+from coterie.randomness import Rng
+
+Outputs = Callable[[Tensor, Tensor], Tensor]
+"""Outputs [c, n, L] of models [c, P] for the same inputs [n, ...]: a `Forward`, or `Block.outputs`."""
+
+
+class Forward:
+    """Outputs of a stack of models in eval mode, as one program where the network allows it.
+
+    Which way is found out once, by trying both on two models; `reason` says why not stacked. The network gets a
+    copy of the inputs, because it may work on them in place.
+    """
+
+    def __init__(self, network: Network, input_shape: Sequence[int], *, stacked: bool | None = None) -> None:
+        self.network = network
+        self._own = torch.func.vmap(network, in_dims=(0, 0))
+        self._same = torch.func.vmap(network, in_dims=(0, None))
+        self.differentiable = True  # whether outputs have a gradient with respect to the inputs
+        self.reason = self._why_not_stacked(tuple(input_shape)) if stacked is None else None
+        self.stacked = self.reason is None if stacked is None else stacked
+        self._quick = self._hand_written(tuple(input_shape)) if stacked is None and self.stacked else None
+
+    @property
+    def is_light(self) -> bool:
+        """Whether any number of samples may be taken at once: activations are not held."""
+        return isinstance(self._quick, NativeKernel)
+
+    def _hand_written(self, input_shape: tuple[int, ...]) -> Any:
+        """Hand-written layers, where the network is a plain stack of them; outputs do not depend on the loss."""
+        if self.network.device.type == "cpu":
+            try:
+                compiled = NativeKernel.of(self.network, cross_entropy, input_shape, torch.get_num_threads())
+            except NotNative:
+                compiled = None
+            if compiled is not None:
+                return compiled
+        return LayerKernel.of(self.network, cross_entropy)
+
+    def __call__(self, models: Tensor, x: Tensor) -> Tensor:
+        """Models [c, P], the same inputs [n, ...] for all -> [c, n, L]."""
+        if self._quick is not None and len(models) > 1 and not (models.requires_grad or x.requires_grad):
+            with torch.no_grad():
+                quick: Tensor = self._quick.outputs(models, x.expand(len(models), *x.shape))
+            return quick
+        if self.stacked and len(models) > 1:
+            found: Tensor = self._same(self.network.layout.unpack(models), x.clone())
+            return found
+        return self._one_by_one(models, x.expand(len(models), *x.shape))
+
+    def each(self, models: Tensor, x: Tensor) -> Tensor:
+        """Models [c, P], inputs of its own for each [c, n, ...] -> [c, n, L]."""
+        if self.stacked and len(models) > 1:
+            found: Tensor = self._own(self.network.layout.unpack(models), x.clone())
+            return found
+        return self._one_by_one(models, x)
+
+    def samples_at_once(self, models: Tensor, input_shape: Sequence[int]) -> int:
+        """How many samples (over all models) to take through with their gradients at once.
+
+        On a CPU what fits near the caches, but not less than the models themselves weigh: they are read anew for
+        every piece. On a GPU a few GB.
+        """
+        one = torch.zeros(1, *input_shape, dtype=models.dtype, device=models.device)
+        least = 4 << 30 if models.is_cuda else 32 << 20
+        budget = max(least, 2 * models.numel() * models.element_size())
+        return max(1, budget // (self.network.activation_size(one) * models.element_size()))
+
+    def _one_by_one(self, models: Tensor, x: Tensor) -> Tensor:
+        unpack = self.network.layout.unpack
+        return torch.stack([self.network(unpack(models[i]), x[i].clone()) for i in range(len(models))])
+
+    def _why_not_stacked(self, shape: tuple[int, ...]) -> str | None:
+        """Try two models on three samples both ways, with gradients; None if they agree."""
+        network = self.network
+        start = network.initial.to(network.device, network.dtype)
+        models = torch.stack([start, 0.9 * start])
+        x = Rng.seed(0).normal(2, 3, *shape).to(network.device, network.dtype)
+
+        def run(way: Outputs) -> list[Tensor]:
+            leaf = x.clone().requires_grad_()
+            with torch.enable_grad():
+                outputs = way(models, leaf)
+            if not outputs.requires_grad:
+                return [outputs]
+            return [outputs.detach(), *torch.autograd.grad(outputs.square().sum(), [leaf])]
+
+        # Without TF32, whose rounding a deep network makes larger than many a mistake.
+        with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
+            expected = run(self._one_by_one)
+            self.differentiable = len(expected) > 1
+            with torch.no_grad():
+                expected.append(self._one_by_one(models, x[:1].expand_as(x)))
+            try:
+                found = run(lambda models, x: self._own(network.layout.unpack(models), x.clone()))
+                found.append(self._same(network.layout.unpack(models), x[0].clone()))
+            except Exception as error:  # vmap raises many kinds for what it cannot do
+                return (str(error).splitlines() or [type(error).__name__])[0][:160]
+        tolerance = 1e-2 if network.dtype == torch.float32 else 1e-8
+        if all((one - other).norm() <= tolerance * one.norm() for one, other in zip(expected, found, strict=True)):
+            return None
+        return "stacked outputs differ from plain ones"

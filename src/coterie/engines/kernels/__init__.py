@@ -1,0 +1,1 @@
+"""Fast ways to compute a stack of models."""

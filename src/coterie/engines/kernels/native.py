@@ -1,0 +1,316 @@
+"""Plain networks trained by a small C++ program, compiled on this machine for its own processor (`native.cpp`).
+
+For the networks of `layers.py` (Linear, ReLU, Conv2d, MaxPool2d, Flatten under cross-entropy), on a CPU. A client is
+trained from its first step to its last by one thread, so that its model and its batch stay in the cache of that core;
+several clients at a time by threads. Results do not depend on the number of threads.
+
+The program is compiled once for a machine (some seconds, then kept in the cache folder) by the C++ compiler that is
+found: `CXX`, or c++, g++, clang++. Where there is none the engine has its other ways.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coterie.client.stack import BatchPlan, Job, Way, train_job
+from coterie.client.work import SGD, Corrected, FirstOrderMAML, Proximal, Stack
+from coterie.engines.cache import cache_folder
+from coterie.engines.kernels.layers import plain_network
+from coterie.nets.flat import Loss, Network
+
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
+_KINDS: dict[type[nn.Module], int] = {nn.Linear: 0, nn.Conv2d: 1, nn.ReLU: 2, nn.MaxPool2d: 3, nn.Flatten: 4}
+_WORKS = (SGD, Proximal, Corrected, FirstOrderMAML)  # other work is done step by step, with gradients from here
+
+_SAMPLE_BYTES = 32 << 20  # of samples that are put in order at a time
+
+_lock = threading.Lock()
+_loaded: dict[torch.dtype, Any] = {}
+
+
+class NotNative(Exception):
+    """Why the program cannot be used here."""
+
+
+def library(dtype: torch.dtype) -> Any:
+    """The compiled program for this type of numbers, compiled now if it was not before; NotNative says why not."""
+    with _lock:
+        if dtype not in _loaded:
+            try:
+                _loaded[dtype] = ctypes.CDLL(str(_compiled(dtype)))
+            except (NotNative, OSError) as error:
+                _loaded[dtype] = NotNative(str(error))
+        found = _loaded[dtype]
+    if isinstance(found, NotNative):
+        raise found
+    return found
+
+
+def _compiler() -> list[str]:
+    named = os.environ.get("CXX")
+    if named:
+        return shlex.split(named)
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    raise NotNative("there is no C++ compiler; set CXX, or install one")
+
+
+def _compiled(dtype: torch.dtype) -> Path:
+    """The file of the program; its name tells all it depends on."""
+    if dtype not in (torch.float32, torch.float64):
+        raise NotNative(f"it is not written for {dtype}")
+    source = files("coterie.engines.kernels").joinpath("native.cpp").read_text(encoding="utf-8")
+    command = [*_compiler(), *_FLAGS, *(["-DDOUBLE"] if dtype == torch.float64 else [])]
+    key = hashlib.sha256("\0".join([source, *command, _version(command[0]), *_processor()]).encode()).hexdigest()[:24]
+    path = cache_folder() / "native" / f"{key}.so"
+    if path.exists():
+        return path
+    with tempfile.TemporaryDirectory(prefix="coterie-") as folder:
+        text, made = Path(folder, "native.cpp"), Path(folder, "native.so")
+        text.write_text(source, encoding="utf-8")
+        try:
+            done = subprocess.run(
+                [*command, "-o", str(made), str(text)], capture_output=True, text=True, timeout=120, check=False
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise NotNative(f"{command[0]} cannot be run ({error})") from error
+        if done.returncode or not made.exists():
+            raise NotNative(f"{command[0]} failed: {(done.stderr.strip().splitlines() or ['no message'])[0][:160]}")
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        aside = path.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(made, aside)
+        aside.replace(path)
+    return path
+
+
+def _version(compiler: str) -> str:
+    try:
+        told = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NotNative(f"{compiler} cannot be run ({error})") from error
+    return told.stdout
+
+
+def _processor() -> list[str]:
+    """What `-march=native` depends on: the cache folder may be shared by several machines."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            told = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
+    except OSError:
+        told = []
+    return [platform.machine(), platform.processor(), *dict.fromkeys(told)]
+
+
+class NativeKernel:
+    """Gradients, outputs and whole trainings by the compiled program."""
+
+    def __init__(self, network: Network, table: Tensor, places: Sequence[int], threads: int) -> None:
+        self._layout, self._dtype = network.layout, network.dtype
+        self._threads = threads
+        self._library = library(self._dtype)
+        self._table = table  # int64 [layers, fields], see Layer in native.cpp
+        slots = self._layout.parameters
+        self._places = list(places)  # of parameters in the layout, in the order of the table
+        self._offsets = torch.tensor([slots[place].start for place in self._places])
+        self._outputs = int(table[-1, 4])
+        self._sample = int(table[0, 1] * table[0, 2] * table[0, 3])
+
+    @classmethod
+    def of(cls, network: Network, loss: Loss, input_shape: Sequence[int], threads: int) -> NativeKernel | None:
+        """The kernel of a network; None if a layer, the loss or a shape is not written there. Raises NotNative."""
+        found = plain_network(network, loss)
+        if found is None:
+            return None
+        layers, places = found
+        described = _describe(layers, tuple(input_shape))
+        if described is None:
+            return None
+        order = [place for own in places for place in own]
+        return cls(network, described, order, threads)
+
+    def gradients(
+        self, params: Stack, buffers: Stack, x: Tensor, y: Tensor, mask: Tensor | None, keys: Tensor
+    ) -> Stack:
+        """See `Kernel.gradients`."""
+        own = [params[place].contiguous() for place in self._places]
+        found = [torch.empty_like(p) for p in own]
+        x, y = x.to(self._dtype).contiguous(), y.contiguous()
+        mask = None if mask is None else mask.to(self._dtype).contiguous()
+        clients, batch = x.shape[:2]
+        numel = torch.tensor([p[0].numel() for p in own])
+        self._check(
+            self._library.gradients(
+                _at(self._table), _long(len(self._table)), _long(clients), _long(self._threads), _long(batch),
+                _pointers(own), _at(numel), _pointers(found),
+                _at(x), _long(batch * self._sample), _at(y), _at(mask),
+            )
+        )  # fmt: skip
+        in_order: list[Tensor | None] = [None] * len(params)
+        for place, tensor in zip(self._places, found, strict=True):
+            in_order[place] = tensor
+        return [tensor for tensor in in_order if tensor is not None]
+
+    def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
+        """See `Kernel.outputs`."""
+        flat, x = flat.contiguous(), x.to(self._dtype)
+        models, samples = x.shape[:2]
+        shared = models > 1 and x.stride(0) == 0
+        x = x[:1].contiguous() if shared else x.contiguous()
+        result = torch.empty(models, samples, self._outputs, dtype=self._dtype)
+        self._check(
+            self._library.outputs(
+                _at(self._table), _long(len(self._table)), _long(models), _long(self._threads), _at(self._offsets),
+                _at(flat), _long(flat.shape[1]), _at(x), _long(0 if shared else samples * self._sample),
+                _long(samples), _at(result),
+            )
+        )  # fmt: skip
+        return result
+
+    def train(self, job: Job) -> bool:
+        """Train a stack from start to end; False if this work or data is not for the program."""
+        work, batches = job.work, job.batches[0]
+        if type(work) not in _WORKS:
+            return False
+        rendered = batches.rendered()
+        x, y, begins = batches.laid_out() if rendered is None else (*rendered, batches.start)
+        clients, plan = len(job.start), job.plan
+        keys = [None if batches.keys is None else batches.keys.contiguous() for batches in job.batches]
+        start = job.start if job.start.stride(1) == 1 else job.start.contiguous()
+        result = job.result if job.result.is_contiguous() else torch.empty_like(job.result)
+        result[:, self._layout.num_parameters :] = start[:, self._layout.num_parameters :]
+        pull = self._pull(work, job)
+        correction = job.extras.get("correction") if isinstance(work, Corrected) else None
+        correction = None if correction is None else correction.to(self._dtype).contiguous()
+        inner = work.inner_lr if isinstance(work, FirstOrderMAML) else 0.0
+        numbers = [begins, plan.sizes, plan.per_epoch, plan.batch, plan.steps]
+        numbers = [number.to(torch.int64).contiguous() for number in numbers]
+        self._check(
+            self._library.train(
+                _at(self._table), _long(len(self._table)), _long(result.shape[1]), _long(clients),
+                _long(self._threads), _at(self._offsets), _at(start), _long(start.stride(0)), _at(result),
+                _at(x), _at(y), *(_at(number) for number in numbers), _at(keys[0]), _at(keys[-1]),
+                ctypes.c_double(work.lr), ctypes.c_double(work.momentum), ctypes.c_double(work.weight_decay),
+                _at(pull), _at(correction), _long(0 if correction is None else correction.shape[1]),
+                ctypes.c_double(inner),
+            )
+        )  # fmt: skip
+        if result is not job.result:
+            job.result.copy_(result)
+        return True
+
+    def _pull(self, work: SGD, job: Job) -> Tensor | None:
+        if not isinstance(work, Proximal):
+            return None
+        each = job.extras.get("prox")
+        if each is not None:
+            return each.to(self._dtype).contiguous()
+        return torch.full((len(job.start),), work.prox, dtype=self._dtype) if work.prox else None
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of one sample."""
+        return self._sample * self._dtype.itemsize
+
+    def _check(self, failed: int) -> None:
+        if failed:
+            raise MemoryError("the compiled program ran out of memory")
+
+
+class NativeWay(Way):
+    """Clients of a chunk all in one call; `workers` threads inside it.
+
+    Where samples do not lie ready (`scattered`), so many clients at a time as have their samples put in order.
+    """
+
+    def __init__(self, kernel: NativeKernel, piece: int, workers: int, scattered: bool = False) -> None:
+        super().__init__("native", kernel, piece, workers)
+        self._native, self._scattered = kernel, scattered
+
+    def train(self, job: Job) -> None:
+        """Train one stack."""
+        if not self._native.train(job):
+            train_job(job, self._native)
+
+    def each(self, function: Any, plan: BatchPlan) -> None:
+        """The whole plan at once: nobody has to keep in step."""
+        count, at_once = len(plan.sizes), len(plan.sizes)
+        if self._scattered:
+            at_once = max(self.workers, _SAMPLE_BYTES // max(1, int(plan.sizes.max()) * self._native.sample_bytes))
+        for start in range(0, count, at_once):
+            function(slice(start, min(start + at_once, count)))
+
+
+def _describe(layers: Sequence[nn.Module], shape: tuple[int, ...]) -> Tensor | None:
+    """The table of layers, with all shapes; None where one is not written in the program."""
+    size = (*shape, 1, 1) if len(shape) == 1 else shape
+    pictures = any(isinstance(layer, nn.Conv2d | nn.MaxPool2d) for layer in layers)
+    if len(size) != 3 or not isinstance(layers[-1], nn.Linear):
+        return None
+    if not pictures:
+        size = (size[0] * size[1] * size[2], 1, 1)
+        if len(shape) > 1 and not isinstance(layers[0], nn.Flatten):
+            return None
+        layers = [layer for layer in layers if not isinstance(layer, nn.Flatten)]
+    elif len(shape) != 3:
+        return None
+    rows, place, flat = [], 0, not pictures
+    for layer in layers:
+        before, kernel = size, (0, 0, 0, 0, 0, 0)
+        own = [-1, -1]
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            own = [place, place + 1 if layer.bias is not None else -1]
+            place += 1 + (layer.bias is not None)
+        if isinstance(layer, nn.Linear):
+            if not flat or layer.in_features != size[0]:
+                return None
+            size = (layer.out_features, 1, 1)
+        elif isinstance(layer, nn.Conv2d):
+            (high, wide), (down, right) = layer.kernel_size, layer.stride
+            assert not isinstance(layer.padding, str)
+            pad_y, pad_x = layer.padding
+            kernel = (high, wide, down, right, pad_y, pad_x)
+            size = (
+                layer.out_channels,
+                (size[1] + 2 * pad_y - high) // down + 1,
+                (size[2] + 2 * pad_x - wide) // right + 1,
+            )
+        elif isinstance(layer, nn.MaxPool2d):
+            assert isinstance(layer.kernel_size, int)
+            kernel = (layer.kernel_size, layer.kernel_size, layer.kernel_size, layer.kernel_size, 0, 0)
+            size = (size[0], size[1] // layer.kernel_size, size[2] // layer.kernel_size)
+        elif isinstance(layer, nn.Flatten):
+            if flat:
+                return None
+            size, flat = (size[0] * size[1] * size[2], 1, 1), True
+        rows.append([_KINDS[type(layer)], *before, *size, *kernel, *own])
+    if not rows or not all(isinstance(n, int) for row in rows for n in row):
+        return None
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def _at(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _long(value: int) -> ctypes.c_int64:
+    return ctypes.c_int64(value)
+
+
+def _pointers(tensors: Sequence[Tensor]) -> Any:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

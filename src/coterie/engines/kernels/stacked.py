@@ -1,0 +1,70 @@
+"""Any network as a stack of c models, by `torch.func.vmap`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.client.work import Stack
+from coterie.engines.kernels.plain import PlainKernel
+from coterie.nets.flat import Loss, Network, Tensors
+
+
+class StackedKernel:
+    """Gradients and outputs of c models at once."""
+
+    def __init__(self, network: Network, loss: Loss, compiled: bool = False) -> None:
+        self._network, self._loss = network, loss
+        self._layout = network.layout
+        self._names = [slot.name for slot in self._layout.parameters]
+        self._buffer_names = [slot.name for slot in self._layout.buffers]
+        gradient = torch.func.grad(self._mean_loss, has_aux=True)
+        self._plain: Any = torch.func.vmap(gradient, in_dims=(0, 0, 0, 0, None, 0))
+        self._masked: Any = torch.func.vmap(gradient, in_dims=(0, 0, 0, 0, 0, 0))
+        self._compiled: dict[Any, Any] | None = {} if compiled else None
+        self._forward = torch.func.vmap(self._network, in_dims=(0, 0))
+        self._one = PlainKernel(network, loss)
+
+    def _mean_loss(
+        self, params: Tensors, buffers: Tensors, x: Tensor, y: Tensor, mask: Tensor | None, key: Tensor
+    ) -> tuple[Tensor, Tensors]:
+        buffers = {name: buffer.clone() for name, buffer in buffers.items()}  # train mode writes into them
+        outputs = self._network(params | buffers, x, train=True, mask=mask, key=key)
+        losses = self._loss(outputs, y)
+        mean = losses.mean() if mask is None else (losses * mask).sum() / mask.sum()
+        return mean, buffers
+
+    def gradients(
+        self, params: Stack, buffers: Stack, x: Tensor, y: Tensor, mask: Tensor | None, keys: Tensor
+    ) -> Stack:
+        """See `Kernel.gradients`."""
+        named = dict(zip(self._names, params, strict=True))
+        kept = dict(zip(self._buffer_names, buffers, strict=True))
+        found, changed = self._called(self._plain if mask is None else self._masked, named, kept, x, y, mask, keys)
+        for name, buffer in kept.items():
+            buffer.copy_(changed[name])
+        return [found[name] for name in self._names]
+
+    compile_error: str | None = None  # why the compiler is not used, though it was asked for
+
+    def _called(self, function: Any, *arguments: Any) -> Any:
+        """What the compiler cannot do is done without it."""
+        if self._compiled is None:
+            return function(*arguments)
+        try:
+            if function not in self._compiled:
+                self._compiled[function] = torch.compile(function, dynamic=False)
+            return self._compiled[function](*arguments)
+        except Exception as error:  # compilers raise many kinds
+            self.compile_error = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            self._compiled = None
+            return function(*arguments)
+
+    def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
+        """See `Kernel.outputs`."""
+        if len(flat) == 1:
+            return self._one.outputs(flat, x)
+        found: Tensor = self._forward(self._layout.unpack(flat), x)
+        return found

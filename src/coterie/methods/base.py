@@ -1,0 +1,190 @@
+"""The contract of a method, and the registry of methods.
+
+A method is a frozen dataclass of hyperparameters with four functions over explicit state, as in fedjax and
+optax. A toy that trains K random-chosen centers would be:
+
+    @register
+    @dataclass(frozen=True)
+    class Toy(Algorithm):
+        key: ClassVar[str] = "toy"
+
+        def start(self, task, engine, rng):
+            return ClusterState.common_start(engine, num_clusters=1)
+
+        def round(self, state, engine, cohort, rng):
+            sums = CenterSums(1, like=state.centers)
+            for chunk in engine.call(train, cohort, models=state.centers, refs=zeros(cohort), rng=rng):
+                sums.add(chunk.answer.params, zeros(chunk.clients))
+            return replace(state, centers=sums.means(keep=state.centers))
+
+State flows through arguments: what a checkpoint needs is a field of the state.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.client.block import Task
+from coterie.client.work import SGD
+from coterie.engines.base import Engine
+from coterie.errors import ConfigError, UnknownName
+from coterie.nets.registry import import_object
+from coterie.randomness import Rng
+from coterie.settings import setting
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """What a clustered method knows after a round. Subclasses add fields; all of them are saved."""
+
+    common: Tensor  # [P] the common start, for clients not met yet
+    centers: Tensor  # [K, P] on the engine's device
+    labels: Tensor  # int64 [N] on the CPU; -1: not met yet
+    calm_rounds: int = 0  # rounds in a row in which nothing moved
+    repairs: list[dict[str, Any]] = field(default_factory=list)  # round, reason: what the guard mended
+
+    @classmethod
+    def common_start(cls, engine: Engine, num_clusters: int, **more: Any) -> Any:
+        """K copies of the common start; nobody met."""
+        common = engine.initial()
+        labels = torch.full((engine.num_clients,), -1, dtype=torch.int64)
+        return cls(common=common, centers=common.repeat(num_clusters, 1), labels=labels, **more)
+
+    of_clients: ClassVar[tuple[str, ...]] = ()  # fields that have a row for each client, labels aside
+
+    def with_more_clients(self, count: int) -> Any:
+        """The state with so many clients more, at the end, that were not met yet."""
+        labels = torch.cat([self.labels, torch.full((count,), -1, dtype=torch.int64)])
+        more: dict[str, Any] = {}
+        for name in self.of_clients:
+            rows = getattr(self, name)
+            if len(rows) == len(self.labels):
+                more[name] = torch.cat([rows, rows.new_zeros(count, *rows.shape[1:])])
+        return replace(self, labels=labels, **more)
+
+    @property
+    def num_clusters(self) -> int:
+        """K as it is now (some methods grow)."""
+        return len(self.centers)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are tensors, by name."""
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def plain(self) -> dict[str, Any]:
+        """The other fields: plain values that JSON can hold."""
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in found.items() if not isinstance(value, Tensor)}
+
+    @classmethod
+    def restore(cls, tensors: dict[str, Tensor], plain: dict[str, Any], device: torch.device) -> Any:
+        """The state that `tensors` and `plain` gave; labels stay on the CPU."""
+        integers = (torch.int64, torch.int32, torch.bool)
+        values: dict[str, Any] = {n: t if t.dtype in integers else t.to(device) for n, t in tensors.items()}
+        return cls(**values, **plain)
+
+
+@dataclass(frozen=True)
+class Personal:
+    """Which model each client is evaluated and served with, and how it is adapted.
+
+    Rows of a table; without one, the model that the client itself remembers (`block.OWN_MODEL`).
+    """
+
+    models: Tensor | None = None  # [M, P]
+    refs: Tensor | None = None  # int64 [n]
+    adapt: Callable[[SGD], SGD] | None = None  # what a client does with it before use, given the run's local work
+    private: bool = False  # whether only scores may leave the client: no losses, no counts
+
+
+@dataclass(frozen=True)
+class Algorithm(abc.ABC):
+    """A method: hyperparameters and four functions."""
+
+    key: ClassVar[str]
+    paper: ClassVar[str] = ""
+    state_type: ClassVar[type[ClusterState]] = ClusterState
+    needs_validation: ClassVar[bool] = False  # whether clients judge models on validation samples
+
+    @abc.abstractmethod
+    def start(self, task: Task, engine: Engine, rng: Rng) -> Any:
+        """The state before the first round; may ask clients, which the ledger shows as the start."""
+
+    @abc.abstractmethod
+    def round(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Any:
+        """One round with the clients of `cohort` (ids [C]); the state after it."""
+
+    def personal(self, state: Any, clients: Tensor) -> Personal:
+        """The model of each of these clients: its center, or the common start if it was not met yet."""
+        labels = state.labels[clients]
+        if bool((labels >= 0).all()):
+            return Personal(state.centers, labels)
+        table = torch.cat([state.centers, state.common.unsqueeze(0)])
+        return Personal(table, torch.where(labels < 0, len(state.centers), labels))
+
+    def assign(self, state: Any, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+        """Labels [n] of clients that were never trained; by default all belong to the one center."""
+        return torch.zeros(len(newcomers), dtype=torch.int64)
+
+    def exhibits(self, state: Any, engine: Engine, rng: Rng) -> dict[str, NDArray[Any]]:
+        """Arrays that a report shows of this method beside what all methods have; asked for once, at the end."""
+        return {}
+
+    def should_stop(self, state: Any) -> bool:
+        """Whether further rounds would change nothing."""
+        return False
+
+    def check(self, num_clients: int) -> None:
+        """Refuse what cannot work with so many clients."""
+        clusters = getattr(self, "num_clusters", 1)
+        if clusters > num_clients:
+            raise ConfigError(
+                f"num_clusters of {type(self).__name__} must be at most the number of clients, {num_clients}. "
+                f"Got {clusters} instead."
+            )
+
+
+_ALGORITHMS: dict[str, type[Algorithm]] = {}
+
+
+def register(cls: type[Algorithm]) -> type[Algorithm]:
+    """Class decorator: make a method known by its `key`."""
+    _ALGORITHMS[cls.key] = cls
+    return cls
+
+
+def algorithms() -> dict[str, type[Algorithm]]:
+    """All methods, by key."""
+    import coterie.methods as package
+
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    return dict(sorted(_ALGORITHMS.items()))
+
+
+def find_algorithm(name: str) -> type[Algorithm]:
+    """The method a user asked for: a registered key, or `module:Class`."""
+    if ":" in name:
+        found = import_object(name, "algorithm")
+        if not (isinstance(found, type) and issubclass(found, Algorithm)):
+            raise ConfigError(f"algorithm {name} is not a subclass of coterie.Algorithm.")
+        return found
+    known = algorithms()
+    if name not in known:
+        raise UnknownName("algorithm", name, known)
+    return known[name]
+
+
+def num_clusters_setting(default: int = 4) -> Any:
+    """The field `num_clusters` that every clustered method has (`--clusters`)."""
+    return setting(default, "number of clusters K", ge=1)

@@ -1,0 +1,264 @@
+"""Pseudo data: inputs that K models would call class k, made on the server from the models alone.
+
+Two samplers, and the class-wise distance of models that is measured on what they make: sections 3.2, 3.3 and 4 of
+MD-ICFL (Zhang, Zhang, Cheng, Bao, Cao, Jiang, Xu 2024, "Communication-efficient clustered federated learning via
+model distance"). All K centers are one program. Each starts from the same noise, so that its samples depend on
+nothing but itself and the rng: not on K, on its number, or on the other centers.
+
+    forward = Forward(network, input_shape)                              # found out once: stacked, or one at a time
+    x = search(forward, centers, num_classes, input_shape, rng)          # [K, L, M, ...], or generate(...)
+    told = probabilities(forward, centers, x)                            # [K, L, M, L]
+    distances = class_distances(forward, models, told, x)                # [c, K, L]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from coterie.engines.forward import Forward, Outputs
+from coterie.errors import ConfigError, ModelError
+from coterie.nets.flat import cross_entropy
+from coterie.randomness import Rng, normal, uniform
+
+# ---- the two samplers ----
+
+
+def search(
+    forward: Forward,
+    centers: Tensor,
+    num_classes: int,
+    input_shape: Sequence[int],
+    rng: Rng,
+    *,
+    samples: int = 30,
+    iterations: int = 100,
+    lr: float = 0.1,
+    prior_weight: float = 0.1,
+    prior_mean: float | Tensor = 0.0,
+    at_once: int | None = None,
+) -> Tensor:
+    """Back-searching (MD-ICFL-1): Gaussian noise moved by Adam until center j calls it class k.
+
+    Every sample minimises its own loss, eq. (6) with lambda = `prior_weight` and mu = `prior_mean`, so the
+    samples may be taken in pieces, `at_once` of them (over all centers), and the result is the same.
+    Returns M = `samples` inputs for each center and class: [K, L, M, *input_shape].
+    """
+    _check(forward, num_classes)
+    shape, num_centers = tuple(input_shape), len(centers)
+    pairs = num_classes * samples
+    y = torch.arange(num_classes, device=centers.device).repeat_interleave(samples)  # [L * M]
+    noise = normal(_key(rng.at("search"), centers), pairs * math.prod(shape)).reshape(pairs, *shape)
+    at_once = forward.samples_at_once(centers, shape) if at_once is None else at_once
+    found = []
+    for start, targets in _pieces(max(1, at_once // num_centers), noise, y):
+        x = start.to(centers.dtype).repeat(num_centers, *[1] * start.dim()).requires_grad_()  # [K, n, ...]
+        adam = _Adam(x, lr, iterations)
+
+        def step(x: Tensor = x, targets: Tensor = targets, adam: _Adam = adam) -> None:
+            losses = _losses(forward, centers, x, targets, prior_weight, prior_mean)
+            adam.update(*torch.autograd.grad(losses.sum(), [x]))
+
+        _repeat(step, iterations, recorded=centers.is_cuda and forward.stacked)
+        found.append(x.detach())
+    return torch.cat(found, dim=1).reshape(num_centers, num_classes, samples, *shape)
+
+
+def generate(
+    forward: Forward,
+    centers: Tensor,
+    num_classes: int,
+    input_shape: Sequence[int],
+    rng: Rng,
+    *,
+    samples: int = 30,
+    iterations: int = 1000,
+    lr: float = 0.01,
+    batch: int = 100,
+    noise: int = 16,
+    hidden: int = 256,
+    prior_weight: float = 0.1,
+    prior_mean: float | Tensor = 0.0,
+) -> Tensor:
+    """Generator-based sampling (MD-ICFL-2): for each center a conditional generator, trained by eq. (7).
+
+    In every iteration each generator makes `batch` >= 2 inputs of random classes; afterwards M = `samples` of each
+    class. The paper does not give the width of the hidden layer. Returns [K, L, M, *input_shape].
+    """
+    _check(forward, num_classes)
+    shape, device = tuple(input_shape), centers.device
+    generators = _Generators(len(centers), noise + num_classes, hidden, math.prod(shape), rng.at("weights"), centers)
+    adam = _Adam(generators.flat, lr, iterations)
+
+    def conditioned(keys: Tensor, y: Tensor) -> Tensor:
+        """Noise from each key beside the label: keys [...], y [..., n] -> [..., n, noise + L]."""
+        random = normal(keys, y.shape[-1] * noise).reshape(*y.shape, noise)
+        return torch.cat([random, nn.functional.one_hot(y, num_classes)], dim=-1).to(centers.dtype)
+
+    turns = torch.arange(iterations, device=device)
+    classes = (uniform(rng.at("classes").keys(turns), batch) * num_classes).long()  # [T, batch]
+    inputs = conditioned(rng.at("noise").keys(turns), classes)  # [T, batch, noise + L]
+
+    def step() -> None:
+        now = adam.done  # a tensor, so that a recorded step finds the next batch by itself
+        x = generators(inputs.index_select(0, now)[0], train=True).unflatten(-1, shape)  # [K, batch, ...]
+        losses = _losses(forward, centers, x, classes.index_select(0, now)[0], prior_weight, prior_mean)
+        adam.update(*torch.autograd.grad(losses.mean(1).sum(), generators.weights))
+
+    _repeat(step, iterations, recorded=centers.is_cuda and forward.stacked)
+    y = torch.arange(num_classes, device=device).repeat_interleave(samples)
+    with torch.no_grad():
+        x = generators(conditioned(_key(rng.at("samples"), centers), y.unsqueeze(0))[0], train=False)
+    return x.reshape(len(centers), num_classes, samples, *shape)
+
+
+# ---- what is measured on the samples ----
+
+
+@torch.no_grad()
+def probabilities(forward: Forward, centers: Tensor, x: Tensor, *, at_once: int = 2048) -> Tensor:
+    """What each center says of its own samples: x [K, L, M, ...] -> softmax [K, L, M, L]."""
+    pieces = x.flatten(1, 2).split(max(1, at_once // len(centers)), dim=1)
+    told = torch.cat([forward.each(centers, piece).softmax(-1) for piece in pieces], dim=1)
+    return told.reshape(*x.shape[:3], -1)
+
+
+@torch.no_grad()
+def class_distances(
+    outputs: Outputs, models: Tensor, centers_probabilities: Tensor, x: Tensor, *, at_once: int = 2048
+) -> Tensor:
+    """How far models [c, P] are from center j on its samples of class k: d [c, K, L], each in [0, 2].
+
+    The mean over the M samples of the L1 distance of the two softmax outputs, eq. (5). All models see all the
+    samples, and never more than `at_once` (model, sample) pairs are computed together; a GPU likes more.
+    """
+    num_centers, num_classes, samples = x.shape[:3]
+    if not len(models):
+        return x.new_zeros(0, num_centers, num_classes)
+    inputs = x.flatten(0, 2)  # [K * L * M, ...]
+    told = centers_probabilities.flatten(0, 2)  # [K * L * M, L]
+    # Few models with all samples rather than all models with few: weights are then read once.
+    group = max(1, at_once // len(inputs))
+    distances = []
+    for some in models.split(group):
+        pieces = _pieces(max(1, at_once // group), inputs, told)
+        apart = [(outputs(some, piece).softmax(-1) - theirs).abs().sum(-1) for piece, theirs in pieces]
+        distances.append(torch.cat(apart, dim=1))
+    return torch.cat(distances).reshape(len(models), num_centers, num_classes, samples).mean(-1)
+
+
+# ---- parts ----
+
+
+def _losses(
+    forward: Forward, centers: Tensor, x: Tensor, y: Tensor, prior_weight: float, prior_mean: float | Tensor
+) -> Tensor:
+    """Loss of each sample: x [K, n, ...], y [n] -> [K, n]."""
+    outputs = forward.each(centers, x)
+    surprise: Tensor = cross_entropy(outputs.flatten(0, 1), y.repeat(len(x))).reshape(x.shape[:2])
+    # The norm itself, not its square, as in the paper; torch gives it the gradient 0 where it is 0.
+    distance: Tensor = torch.linalg.vector_norm((x - prior_mean).flatten(2), dim=-1)
+    return surprise + 0.5 * prior_weight * distance
+
+
+class _Generators:
+    """K conditional generators: dense, BatchNorm, ReLU, dense. All get the same inputs and the same first weights."""
+
+    def __init__(self, count: int, inputs: int, hidden: int, outputs: int, rng: Rng, like: Tensor) -> None:
+        self._count, self._hidden = count, hidden
+
+        def start(name: str, fan_in: int, *shape: int) -> Tensor:
+            """As torch starts a dense layer: uniform within 1 / sqrt(fan in)."""
+            return ((2 * rng.at(name).uniform(*shape) - 1) / math.sqrt(fan_in)).to(like)
+
+        # No bias before the BatchNorm, which would take it away again.
+        values = [
+            start("first", inputs, inputs, hidden).repeat(1, count),  # [in, K * H]
+            like.new_ones(count * hidden),  # scale and shift of the BatchNorm
+            like.new_zeros(count * hidden),
+            start("second", hidden, hidden, outputs).repeat(count, 1, 1),  # [K, H, out]
+            start("bias", hidden, 1, outputs).repeat(count, 1, 1),  # [K, 1, out]
+        ]
+        self.flat = torch.cat([value.flatten() for value in values])
+        parts = self.flat.split([value.numel() for value in values])
+        # Views of the flat vector: what Adam does to it, it does to them.
+        self.weights = [p.view(v.shape).detach().requires_grad_() for p, v in zip(parts, values, strict=True)]
+        self._mean, self._var = like.new_zeros(count * hidden), like.new_ones(count * hidden)
+
+    def __call__(self, inputs: Tensor, *, train: bool) -> Tensor:
+        """[n, in] -> [K, n, out]; in train mode by the statistics of the batch, else by the running ones."""
+        first, scale, shift, second, bias = self.weights
+        found = nn.functional.batch_norm(inputs @ first, self._mean, self._var, scale, shift, training=train)
+        found = found.relu().reshape(-1, self._count, self._hidden).transpose(0, 1)  # [K, n, H]
+        return torch.baddbmm(bias, found, second)
+
+
+class _Adam:
+    """Adam (Kingma and Ba, 2015) on one tensor, in place; its count is a tensor, so that a step can be recorded."""
+
+    def __init__(self, values: Tensor, lr: float, steps: int, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+        self._values = values.detach()
+        self._mean, self._square = torch.zeros_like(self._values), torch.zeros_like(self._values)
+        self._betas = betas
+        self.done = torch.zeros(1, dtype=torch.int64, device=values.device)
+        # A step is lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) = m / (sqrt(v) * slope + floor).
+        count = torch.arange(1, steps + 1, dtype=torch.float64)
+        rate = lr / (1 - betas[0] ** count)
+        self._slope = (1 / rate / (1 - betas[1] ** count).sqrt()).to(values)
+        self._floor = (1e-8 / rate).to(values)
+
+    def update(self, *gradients: Tensor) -> None:
+        """One step along the gradients, which together have the size of the values."""
+        gradient = gradients[0] if len(gradients) == 1 else torch.cat([g.flatten() for g in gradients])
+        self._mean.lerp_(gradient, 1 - self._betas[0])
+        self._square.mul_(self._betas[1]).addcmul_(gradient, gradient, value=1 - self._betas[1])
+        slope, floor = self._slope.index_select(0, self.done), self._floor.index_select(0, self.done)
+        self._values.addcdiv_(self._mean, self._square.sqrt().mul_(slope).add_(floor), value=-1)
+        self.done.add_(1)
+
+
+def _repeat(step: Callable[[], None], times: int, *, recorded: bool) -> None:
+    """Do a step so many times; recorded once as a CUDA graph and replayed, where that can be done."""
+    with torch.enable_grad():
+        first = min(times, 3)  # a graph wants a few steps before it, on a stream that is not the default one
+        if not recorded or times <= 2 * first:
+            for _ in range(times):
+                step()
+            return
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(first):
+                step()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                step()  # only recorded: nothing is computed yet
+        except RuntimeError:  # the network waits for the GPU somewhere
+            for _ in range(times - first):
+                step()
+            return
+        for _ in range(times - first):
+            graph.replay()
+
+
+def _pieces(size: int, one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(one.split(size), other.split(size), strict=True))
+
+
+def _key(rng: Rng, like: Tensor) -> Tensor:
+    return torch.tensor([rng.key], device=like.device)
+
+
+def _check(forward: Forward, num_classes: int) -> None:
+    if num_classes < 1:
+        raise ConfigError("Pseudo data is made for classes, and this task has none; use another method.")
+    if not forward.differentiable:
+        raise ModelError(
+            "The network gives its inputs no gradient (are they whole numbers, such as characters?), and pseudo data "
+            "is found by following it; use another method."
+        )

@@ -1,0 +1,1 @@
+"""Networks: named ones, and any nn.Module as one flat vector."""

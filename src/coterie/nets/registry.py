@@ -1,0 +1,122 @@
+"""Networks by name; any other nn.Module works as well.
+
+A builder gets the shape of one input and the number of outputs, and its own settings by keyword:
+`--model mlp --set model.hidden=64`. A user's network is `--model package.module:callable`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from coterie.errors import ConfigError, CoterieError, ModelError, UnknownName
+from coterie.randomness import Rng
+
+Builder = Callable[..., nn.Module]
+
+_MODELS: dict[str, Builder] = {}
+
+
+def register_model(name: str) -> Callable[[Builder], Builder]:
+    """Decorator: make a builder known by a name."""
+
+    def register(builder: Builder) -> Builder:
+        _MODELS[name] = builder
+        return builder
+
+    return register
+
+
+def models() -> dict[str, Builder]:
+    """All named networks."""
+    import coterie.nets.zoo  # noqa: F401  it registers its networks
+
+    return dict(sorted(_MODELS.items()))
+
+
+def build_model(
+    spec: str | Builder,
+    settings: Mapping[str, Any],
+    input_shape: tuple[int, ...],
+    num_outputs: int,
+    rng: Rng,
+) -> nn.Module:
+    """Make a network, its first weights drawn from `rng`: a name, `module:callable`, or a callable.
+
+    A callable may take (input_shape, num_outputs), or nothing.
+    """
+    name = spec if isinstance(spec, str) else getattr(spec, "__name__", type(spec).__name__)
+    builder = find_model(spec) if isinstance(spec, str) else spec
+    known = model_settings(builder)
+    for key in settings:
+        if key not in known:
+            raise UnknownName(f"field of model {name} named", key, known)
+    positional = [p for p in _parameters(builder) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    args = (input_shape, num_outputs) if len([p for p in positional if p.default is p.empty]) >= 2 else ()
+    try:
+        with rng.torch_seed():
+            module = builder(*args, **settings)
+    except CoterieError:
+        raise
+    except Exception as error:  # a user's own code may raise anything
+        raise ModelError(f"model {name} could not be made: {type(error).__name__}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"model {name} must give a torch.nn.Module. Got {type(module).__name__} instead.")
+    return module
+
+
+@dataclass(frozen=True)
+class ModelMaker:
+    """How the network of a run is made: small, so that it can be told to other processes."""
+
+    model: str | Builder
+    settings: Mapping[str, Any]
+    input_shape: tuple[int, ...]
+    outputs: int
+
+    def __call__(self, rng: Rng) -> nn.Module:
+        return build_model(self.model, self.settings, self.input_shape, self.outputs, rng)
+
+
+def find_model(spec: str) -> Builder:
+    """The builder of a name or of `module:callable`."""
+    if ":" not in spec:
+        known = models()
+        if spec not in known:
+            raise UnknownName("model", spec, known)
+        return known[spec]
+    found = import_object(spec, "model")
+    if not callable(found):
+        raise ConfigError(f"model {spec} is not callable.")
+    return found  # type: ignore[no-any-return]
+
+
+def import_object(spec: str, what: str) -> Any:
+    """The object that `module:name` names; the current folder is searched too."""
+    module_name, _, attribute = spec.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:  # importing runs the user's own code, which may raise anything
+        raise ConfigError(f"{what} {spec} cannot be imported: {type(error).__name__}: {error}.") from error
+
+
+def model_settings(builder: Builder) -> dict[str, Any]:
+    """The settings of a builder (its keyword-only arguments) with their defaults."""
+    return {p.name: p.default for p in _parameters(builder) if p.kind is p.KEYWORD_ONLY}
+
+
+def _parameters(builder: Builder) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(builder).parameters.values())
+    except (TypeError, ValueError):
+        return []

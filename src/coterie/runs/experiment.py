@@ -1,0 +1,256 @@
+"""From what the user typed to a resolved experiment: presets, config file, flags and --set, in this order."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from coterie.methods.base import Algorithm, find_algorithm
+from coterie.data.dataset import find_preset, source_class
+from coterie.errors import ConfigError, UnknownName
+from coterie.data.federation import Federation
+from coterie.client.work import SGD
+from coterie.client.block import Task
+from coterie.nets.registry import Builder, ModelMaker, find_model, import_object, model_settings
+from coterie.nets.flat import LOSSES, Loss
+from coterie.randomness import Rng
+from coterie.data.scenario import Scenario
+from coterie.settings import build, fields_of, parse_value, values_of
+from coterie.runs.loop import Schedule
+
+TABLES = ("run", "algorithm", "work", "dataset", "scenario", "model", "engine")
+RUN_KEYS = (
+    "algorithm",
+    "dataset",
+    "scenario",
+    "model",
+    "clients",
+    "loss",
+    "engine",
+    "device",
+    "data_dir",
+    *fields_of(Schedule),
+)
+Tables = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run with every setting resolved: what `tables` writes to config.toml resolves to the same experiment."""
+
+    algorithm: Algorithm
+    algorithm_name: str
+    dataset: str
+    model: str | Builder
+    work: SGD
+    schedule: Schedule
+    model_settings: Mapping[str, Any] = field(default_factory=dict)
+    loss: str | Loss = "cross_entropy"
+    engine: str = "vectorized"
+    device: str = "auto"
+    engine_settings: dict[str, Any] = field(default_factory=dict)
+    clients: int | None = None
+    source: Any = None  # None: the data was given as a federation
+    scenario: Scenario | None = None
+    data_dir: str | None = None
+    data: Federation | None = None  # given, or already loaded
+    from_python: bool = False  # made of Python objects: the folder alone cannot make it again
+    notes: list[str] = field(default_factory=list)
+
+    def federation(self) -> Federation:
+        """The clients and their data, loaded and partitioned unless they were given."""
+        if self.data is not None:
+            return self.data
+        assert self.scenario is not None
+        rng = Rng.seed(self.schedule.seed).at("data")
+        folder = None if self.data_dir is None else Path(self.data_dir)
+        dataset = self.source.load(self.clients, rng, folder)
+        # A source that makes its own clients has made as many as were asked for.
+        federation = self.scenario.deal(dataset, self.clients, rng)
+        self.algorithm.check(len(federation))
+        return federation
+
+    def loaded(self) -> Experiment:
+        """The same experiment with its data in memory."""
+        return self if self.data is not None else replace(self, data=self.federation())
+
+    def task(self) -> Task:
+        """The network with its first weights, the loss, the work."""
+        data = self.federation()
+        outputs = data.num_classes or (1 if data.y.dim() == 1 else int(data.y[0].numel()))
+        make = ModelMaker(self.model, self.model_settings, data.input_shape, outputs)
+        loss = find_loss(self.loss)
+        return Task.made(make, self.schedule.seed, loss, data.num_classes, data.input_shape, self.work)
+
+    @property
+    def model_name(self) -> str:
+        """The name of the network."""
+        return self.model if isinstance(self.model, str) else getattr(self.model, "__name__", "own model")
+
+    @property
+    def default_name(self) -> str:
+        """The name of the run folder if the user gives none."""
+        return f"{Path(self.dataset).stem}-{self.algorithm_name.replace(':', '-')}-s{self.schedule.seed}"
+
+    def tables(self) -> Tables:
+        """The settings as config.toml holds them."""
+        run: dict[str, Any] = {
+            "algorithm": self.algorithm_name,
+            "dataset": self.dataset,
+            "scenario": None if self.scenario is None else self.scenario.name,
+            "model": self.model_name,
+            "clients": self.clients,
+            "loss": self.loss if isinstance(self.loss, str) else getattr(self.loss, "__name__", "own loss"),
+            "engine": self.engine,
+            "device": self.device,
+            "data_dir": self.data_dir,
+            **values_of(self.schedule),
+            "from_python": self.from_python or None,
+        }
+        return {
+            "run": {key: value for key, value in run.items() if value is not None},
+            "algorithm": values_of(self.algorithm),
+            "work": values_of(self.work),
+            "dataset": {} if self.source is None else values_of(self.source),
+            "scenario": {} if self.scenario is None else self.scenario.values,
+            "model": dict(self.model_settings),
+            "engine": dict(self.engine_settings),
+        }
+
+
+def find_loss(loss: str | Loss) -> Loss:
+    """The loss of a name, of `module:callable`, or the callable itself."""
+    if callable(loss):
+        return loss
+    if loss in LOSSES:
+        return LOSSES[loss]
+    if ":" not in loss:
+        raise UnknownName("loss", loss, LOSSES)
+    found: Loss = import_object(loss, "loss")
+    return found
+
+
+def read_tables(path: Path) -> Tables:
+    """The tables of a config file; unknown tables and keys of [run] are refused with the nearest name."""
+    if not path.exists():
+        raise ConfigError(f"There is no config file {path}.")
+    try:
+        values = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"The config file {path} cannot be read: {error}.") from error
+    values.pop("schema", None)
+    for table, content in values.items():
+        if table not in TABLES:
+            raise UnknownName(f"table of {path} named", table, TABLES)
+        if not isinstance(content, dict):
+            raise ConfigError(f"{table} in {path} must be a table: [{table}].")
+    return values
+
+
+def apply_set(tables: Tables, assignments: list[str]) -> Tables:
+    """Put `TABLE.FIELD=VALUE` texts on top of the tables."""
+    merged = {name: dict(tables.get(name, {})) for name in TABLES}
+    for text in assignments:
+        name, equals, value = text.partition("=")
+        table, dot, key = name.strip().partition(".")
+        if not equals or not dot or not key:
+            raise ConfigError(f"--set takes TABLE.FIELD=VALUE, such as algorithm.prox=0.1. Got '{text}' instead.")
+        if table not in TABLES:
+            raise UnknownName("--set table", table, TABLES)
+        merged[table][key] = parse_value(value.strip())
+    return merged
+
+
+def merge(*layers: Mapping[str, Mapping[str, Any]]) -> Tables:
+    """Later layers win, field by field."""
+    return {name: {k: v for layer in layers for k, v in layer.get(name, {}).items()} for name in TABLES}
+
+
+def resolve(tables: Tables) -> Experiment:
+    """Fill in the defaults that suit the dataset, check every value, and make the objects."""
+    run = dict(tables.get("run", {}))
+    for key in run:
+        if key not in RUN_KEYS:
+            raise UnknownName("field of run named", key, RUN_KEYS)
+    notes: list[str] = []
+    name = _word(run, "algorithm", "fesem")
+    algorithm_class = find_algorithm(name)
+    preset = find_preset(_word(run, "dataset", "rotated-digits"))
+    model = _word(run, "model", preset.model)
+    loss = _word(run, "loss", "cross_entropy")
+    if loss not in LOSSES and ":" not in loss:
+        raise UnknownName("loss", loss, LOSSES)
+
+    algorithm_values = dict(tables.get("algorithm", {}))
+    if "num_clusters" in algorithm_values and "num_clusters" not in fields_of(algorithm_class):
+        algorithm_values.pop("num_clusters")
+        notes.append(f"{name} has no clusters: --clusters is not used")
+    known_settings = model_settings(find_model(model))
+    settings = dict(preset.model_settings) if model == preset.model else {}
+    settings |= tables.get("model", {})
+    for key in settings:
+        if key not in known_settings:
+            raise UnknownName(f"field of model {model} named", key, known_settings)
+    scenario_name = _word(run, "scenario", preset.scenario)
+    scenario_values = dict(preset.scenario_settings) if scenario_name == preset.scenario else {}
+    clients = run.get("clients", preset.clients)
+    if clients is not None and (not isinstance(clients, int) or isinstance(clients, bool) or clients < 1):
+        raise ConfigError(f"clients must be an int >= 1. Got {clients!r} instead.")
+    schedule_values = {key: run[key] for key in fields_of(Schedule) if key in run}
+    scenario_values |= tables.get("scenario", {})
+    algorithm = build(algorithm_class, algorithm_values, "algorithm")
+    # Methods with indicator samples have them held out before any client gets data.
+    scenario_values.setdefault("reserve", getattr(algorithm, "indicators", 0))
+    return Experiment(
+        algorithm=algorithm,
+        algorithm_name=name,
+        dataset=preset.name,
+        clients=clients,
+        scenario=Scenario.named(scenario_name, scenario_values),
+        source=build(source_class(preset.source), {**preset.source_settings, **tables.get("dataset", {})}, "dataset"),
+        model=model,
+        model_settings=settings,
+        loss=loss,
+        work=build(SGD, {**preset.work, **tables.get("work", {})}, "work"),
+        schedule=build(Schedule, schedule_values, "run"),
+        engine=_word(run, "engine", "vectorized"),
+        device=_word(run, "device", "auto"),
+        data_dir=_word(run, "data_dir", "") or None,
+        engine_settings=dict(tables.get("engine", {})),
+        notes=notes,
+    )
+
+
+def resolve_each(tables: Tables, names: list[str], seeds: int) -> dict[tuple[str, int], Experiment]:
+    """The same settings for several methods and seeds; a field of [algorithm] goes to the methods that have it."""
+    wanted = tables.get("algorithm", {})
+    known = {name: set(fields_of(find_algorithm(name))) for name in names}
+    every = set().union(*known.values())
+    for key in wanted:
+        if key not in every and key != "num_clusters":
+            raise UnknownName(f"field of algorithm ({', '.join(names)}) named", key, every)
+
+    def one(name: str, seed: int, reserve: int | None = None) -> Experiment:
+        own = {key: value for key, value in wanted.items() if key in known[name]}
+        more = {} if reserve is None else {"reserve": reserve}
+        layer: Tables = {"run": {"algorithm": name, "seed": seed}, "scenario": more}
+        return resolve(merge(tables, layer) | {"algorithm": own})
+
+    # Equal ground: if one method has indicator samples held out, they are held out for all.
+    reserve = max(_reserve(one(name, 0)) for name in names)
+    return {(name, seed): one(name, seed, reserve) for seed in range(seeds) for name in names}
+
+
+def _reserve(experiment: Experiment) -> int:
+    assert experiment.scenario is not None
+    return experiment.scenario.common.reserve
+
+
+def _word(values: Mapping[str, Any], key: str, default: str) -> str:
+    value = values.get(key, default)
+    if not isinstance(value, str):
+        raise ConfigError(f"{key} must be a name. Got {value!r} instead.")
+    return value

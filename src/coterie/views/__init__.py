@@ -1,0 +1,1 @@
+"""Reports, plots and the live page: they read run folders only."""

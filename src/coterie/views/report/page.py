@@ -1,0 +1,95 @@
+"""The page: everything in one file that asks nothing of the network.
+
+Names of clients, notes and settings come from users. They travel as JSON inside the page and are put into it as
+text, never as markup; and the page's own policy lets no script run but the two that it was made with.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from coterie.errors import StorageError
+from coterie.runs.reading import RunData
+from coterie.views.report.payload import page_payload
+
+SCRIPTS = ("charts.js", "report.js")
+
+
+@functools.cache
+def static(name: str) -> str:
+    """A file of the package."""
+    return (files("coterie.views.report") / "static" / name).read_text(encoding="utf-8")
+
+
+def json_inside(value: Any) -> str:
+    """JSON that can stand inside a script element: nothing in it can end the element.
+
+    >>> json_inside({"name": "</script><script>alert(1)</script>"})
+    '{"name":"\\\\u003c/script>\\\\u003cscript>alert(1)\\\\u003c/script>"}'
+    """
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    # Half a surrogate pair, as a damaged name may have, cannot be written as UTF-8.
+    return text.encode("utf-8", "replace").decode()
+
+
+def _hash(text: str) -> str:
+    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
+
+
+def report_html(runs: Sequence[RunData], *, tsne: bool = True) -> str:
+    """The page of one run or several."""
+    payload = page_payload(runs, tsne=tsne)
+    title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs"
+    scripts = [static(name) for name in SCRIPTS]
+    policy = f"default-src 'none'; img-src data:; style-src {_hash(static('page.css'))}; " + (
+        f"script-src {' '.join(_hash(script) for script in scripts)}; base-uri 'none'; form-action 'none'"
+    )
+    numbers = "".join(
+        f"<li>{escape(run.title)}: {escape(_words(item))}</li>" for run, item in zip(runs, payload["runs"], strict=True)
+    )
+    body = "".join(f"<script>{script}</script>\n" for script in scripts)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="referrer" content="no-referrer">'
+        f"<title>{escape(title)}: Coterie report</title><style>{static('page.css')}</style></head>\n"
+        f'<body><header class="top"><h1>{escape(title)}</h1><button id="theme" type="button">dark</button></header>\n'
+        f'<main id="page"><noscript><p>Charts need JavaScript. In numbers:</p><ul>{numbers}</ul></noscript></main>\n'
+        "<footer>Made by Coterie. Micro means weigh a client by its test samples; where nothing is said, all clients "
+        "weigh the same. The file needs no network.</footer>\n"
+        f'<script type="application/json" id="data">{json_inside(payload)}</script>\n{body}</body></html>\n'
+    )
+
+
+def _words(payload: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value, _ in payload["headline"])
+
+
+def write_report(
+    runs: Sequence[RunData], path: Path, *, tsne: bool = True, say: Callable[[str], None] = lambda text: None
+) -> Path:
+    """Write the page whole, or leave what was there."""
+    say(f"drawing {len(runs)} run(s)")
+    text = report_html(runs, tsne=tsne)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
+    return path

@@ -1,0 +1,200 @@
+"""The runs of one folder, read again only when they have changed.
+
+A run is named by its path relative to the folder. Names that lead out of it (`..`, absolute ones, links) are refused
+before anything is opened, and so are links inside a run folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from coterie.errors import RunError
+from coterie.runs.folder import RunFolder
+from coterie.runs.reading import RunData, find_runs, is_run, read_run
+from coterie.views.report.compare import value_of
+from coterie.views.report.payload import compare_payload, run_payload, tsne_payload
+
+_LIST_FOR = 0.5  # seconds that a list is good for
+_KEPT = 64  # answers that are kept
+MOST_COMPARED = 50
+_WATCHED = ("config.toml", "environment.json", "rounds.jsonl", "summary.json", "clients.npz", "labels.npy", ".lock")
+
+
+class Refused(RunError):
+    """A name that is no run of the folder."""
+
+
+class Store:
+    """All that the server knows of the folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._answers: OrderedDict[tuple[str, str], tuple[str, bytes]] = OrderedDict()
+        self._entries: dict[str, tuple[str, dict[str, Any]]] = {}
+        self._list: tuple[float, str, bytes] | None = None
+        self._lock = threading.Lock()  # of the caches; held for moments
+        self._works: dict[str, threading.Lock] = {}  # one at a time computes an answer, others wait for it
+
+    # ---- names ----
+
+    def path_of(self, name: str) -> Path:
+        """The folder of a run, if it is one of this folder."""
+        parts = PurePosixPath(name).parts
+        if not parts or "\0" in name or name.startswith("/") or "\\" in name or ".." in parts or len(name) > 1000:
+            raise Refused("There is no such run.")
+        root = self.root.resolve()
+        if len(parts) == 1 and is_run(root) and parts[0] == root.name:
+            return root  # the folder is itself a run
+        try:
+            found = root.joinpath(*parts).resolve()
+            inside = found != root and found.is_relative_to(root)
+            if not inside or any(part.startswith(".") for part in parts) or not found.is_dir() or not is_run(found):
+                raise Refused("There is no such run.")
+        except (OSError, RuntimeError, ValueError) as error:
+            raise Refused("There is no such run.") from error
+        return found
+
+    # ---- answers: a mark that changes when the answer does, and its bytes ----
+
+    def runs(self) -> tuple[str, bytes]:
+        """All runs with state and progress; damaged ones with the reason."""
+        with self._lock:
+            if self._list is not None and time.monotonic() - self._list[0] < _LIST_FOR:
+                return self._list[1:]
+        with self._work("list"):
+            runs = [self._entry(name, path) for name, path in find_runs(self.root)] if self.root.is_dir() else []
+            content = _json({"folder": str(self.root), "runs": runs})
+            mark = hashlib.sha256(content).hexdigest()[:16]
+            with self._lock:
+                known = {run["id"] for run in runs}
+                self._entries = {name: entry for name, entry in self._entries.items() if name in known}
+                self._list = (time.monotonic(), mark, content)
+        return mark, content
+
+    def run(self, name: str) -> tuple[str, bytes]:
+        """What the page of a run needs."""
+        path = self.path_of(name)
+        return self._answer(("run", name), [path], lambda: {"runs": [self._payload(name, path)], "compare": None})
+
+    def compare(self, names: Sequence[str]) -> tuple[str, bytes]:
+        """What the page of several runs needs; damaged ones are left out, with a word about each."""
+        names = list(dict.fromkeys(names))
+        if len(names) > MOST_COMPARED:
+            raise Refused(f"At most {MOST_COMPARED} runs are compared at a time.")
+        paths = [self.path_of(name) for name in names]
+
+        def make() -> Any:
+            good: list[tuple[str, RunData]] = []
+            damaged: list[str] = []
+            for name, path in zip(names, paths, strict=True):
+                try:
+                    good.append((name, self._read(path)))
+                except RunError as error:
+                    damaged.append(str(error))
+            if not good:
+                raise RunError(" ".join(damaged) or "No run was named.")
+            runs = [run_payload(run, tsne=False) | {"id": name} for name, run in good]
+            table = compare_payload([run for _, run in good]) if len(good) > 1 else None
+            runs[0]["problems"] = [*damaged, *runs[0]["problems"]]
+            return {"runs": runs, "compare": table}
+
+        return self._answer(("compare", "\0".join(names)), paths, make)
+
+    def tsne(self, name: str) -> tuple[str, bytes]:
+        """The map of a run by t-SNE, which takes seconds and is asked for when it is wanted."""
+        path = self.path_of(name)
+        return self._answer(("tsne", name), [path], lambda: tsne_payload(self._read(path)))
+
+    # ---- parts ----
+
+    def _read(self, path: Path, *, whole: bool = True) -> RunData:
+        return read_run(path, within=self.root, whole=whole)
+
+    def _payload(self, name: str, path: Path) -> dict[str, Any]:
+        return run_payload(self._read(path), tsne=False) | {"id": name}
+
+    def _entry(self, name: str, path: Path) -> dict[str, Any]:
+        mark = _mark(path)
+        with self._lock:
+            kept = self._entries.get(name)
+        if kept is not None and kept[0] == mark:
+            return kept[1]
+        entry = self._summary_of(name, path)
+        with self._lock:
+            self._entries[name] = (mark, entry)
+        return entry
+
+    def _summary_of(self, name: str, path: Path) -> dict[str, Any]:
+        try:
+            if path.is_symlink() and not path.resolve().is_relative_to(self.root.resolve()):
+                raise RunError(f"{name} is a link that leads out of the folder; it is not followed.")
+            run = self._read(path, whole=False)
+            changed = max((path / file).stat().st_mtime for file in _WATCHED if (path / file).exists())
+        except (RunError, OSError, RuntimeError) as error:
+            return {"id": name, "state": "damaged", "reason": self._short(error)}
+        accuracy, loss = run.last("accuracy"), run.last("loss")
+        return {
+            "id": name,
+            "state": run.state,
+            "algorithm": run.algorithm,
+            "dataset": run.dataset,
+            "seed": run.seed,
+            "done": run.done,
+            "planned": run.planned,
+            "left": run.seconds_left,
+            "accuracy": accuracy,
+            "loss": loss,
+            "ari": run.last("ari"),
+            "seconds": value_of(run, "seconds"),
+            "changed": int(changed),
+        }
+
+    def _short(self, error: Exception) -> str:
+        """What went wrong, with paths as they are within the folder."""
+        return str(error).replace(f"{self.root.resolve()}/", "").replace(f"{self.root}/", "")
+
+    def _answer(self, key: tuple[str, str], paths: Sequence[Path], make: Callable[[], Any]) -> tuple[str, bytes]:
+        with self._work("\0".join(key)):
+            mark = hashlib.sha256("".join(_mark(path) for path in paths).encode()).hexdigest()[:16]
+            with self._lock:
+                kept = self._answers.get(key)
+                if kept is not None and kept[0] == mark:
+                    self._answers.move_to_end(key)
+                    return kept
+            answer = (mark, _json(make()))
+            with self._lock:
+                self._answers[key] = answer
+                while len(self._answers) > _KEPT:
+                    self._answers.popitem(last=False)
+            return answer
+
+    def _work(self, key: str) -> threading.Lock:
+        with self._lock:
+            if len(self._works) > 10_000:
+                self._works = {name: lock for name, lock in self._works.items() if lock.locked()}
+            return self._works.setdefault(key, threading.Lock())
+
+
+def _mark(path: Path) -> str:
+    """A text that is another one when the run has changed."""
+    parts = []
+    artifacts = [f"artifacts/{name}" for name in ("sketches.npz", "members.npz", "method.npz", "failures.json")]
+    for name in (*_WATCHED, *artifacts):
+        try:
+            found = (path / name).stat()
+            parts.append(f"{name} {found.st_mtime_ns} {found.st_size} {found.st_ino}")
+        except OSError:
+            parts.append(name)
+    return f"{path} {RunFolder(path).is_held()} " + " ".join(parts)
+
+
+def _json(value: Any) -> bytes:
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "replace")

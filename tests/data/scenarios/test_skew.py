@@ -1,0 +1,121 @@
+"""Label skew, quantity skew, the pathological split."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from coterie.data.dataset import Dataset
+from coterie.data.scenario import Scenario, dirichlet, round_shares
+from coterie.errors import ConfigError, DataError
+from coterie.randomness import Rng
+
+
+def digits(size: int = 4000, classes: int = 10, **more) -> Dataset:
+    y = torch.arange(size) % classes
+    return Dataset("digits", torch.arange(size).float().reshape(-1, 1), y, classes, **more)
+
+
+def deal(name, clients=20, seed=0, dataset=None, **values):
+    return Scenario.named(name, {"valid": 0.0, **values}).deal(dataset or digits(), clients, Rng.seed(seed))
+
+
+def classes_that_hold(counts: torch.Tensor, share: float) -> torch.Tensor:
+    """How many classes hold that share of each client's samples."""
+    ordered = counts.double().sort(1, descending=True).values
+    ordered = ordered.cumsum(1) / counts.sum(1, keepdim=True)
+    return (ordered < share).sum(1) + 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_alpha_three_is_three_to_five_classes(seed):
+    """MD-ICFL, section 4: with alpha = 3, three to five classes hold most of a client's data."""
+    counts = deal("dirichlet", 48, seed, samples=1000, alpha=3.0).label_counts()
+    assert counts.sum(1).tolist() == [1000] * 48
+    most = classes_that_hold(counts, 0.9).double()
+    assert 3 <= most.mean() <= 5
+    nearly_uniform = deal("dirichlet", 48, seed, samples=1000, alpha=100.0).label_counts()
+    assert classes_that_hold(nearly_uniform, 0.9).min() >= 7
+
+
+def test_alpha_per_class_is_alpha_times_the_classes_in_total():
+    total = deal("dirichlet", samples=500, alpha=30.0).label_counts()
+    each = deal("dirichlet", samples=500, alpha=3.0, sense="per_class").label_counts()
+    assert torch.equal(total, each)
+
+
+def test_shares_hand_out_every_sample_once():
+    federation = deal("dirichlet", alpha=0.5, sense="shares")
+    assert not federation.repeats
+    rows = federation.train.index.tolist()
+    assert len(rows) == len(set(rows)) == 3200
+    counts = federation.label_counts()
+    assert classes_that_hold(counts, 0.8).double().mean() < 6
+
+
+def test_independent_draws_say_that_samples_may_repeat():
+    assert deal("dirichlet", samples=1000).repeats
+    assert deal("iid", samples=1000).repeats
+    assert not deal("iid", samples=100).repeats
+    small = deal("dirichlet", 4, dataset=digits(50), samples=200, alpha=1.0)
+    assert small.train.sizes.tolist() == [200] * 4  # more than there are: some come twice
+
+
+def test_quantity_skew():
+    federation = deal("quantity_skew", quantity=0.3, min_samples=7)
+    sizes = federation.train.sizes
+    assert sizes.sum() == 3200
+    assert sizes.min() >= 7
+    assert sizes.max() > 4 * sizes.double().mean()
+    assert len(set(federation.train.index.tolist())) == 3200
+
+
+def test_shards_hold_few_classes():
+    federation = deal("shards", 40, per_client=2)
+    assert (federation.label_counts() > 0).sum(1).max() <= 4
+    assert (federation.label_counts() > 0).sum(1).double().mean() <= 3
+    assert len(set(federation.train.index.tolist())) == len(federation.train.index) == 3200
+
+
+def test_own_tests_are_the_clients_own():
+    federation = deal("dirichlet", alpha=0.5, sense="shares", tests="own")
+    for client in range(20):
+        train, test = federation.label_counts("train")[client], federation.label_counts("test")[client]
+        assert test.sum() == int(0.2 * (train.sum() + test.sum()) + 1e-9) or test.sum() == 1
+    assert not set(federation.train.index.tolist()) & set(federation.test.index.tolist())
+    assert len(federation.train.index) + len(federation.test.index) == 4000
+
+
+def test_what_cannot_be():
+    with pytest.raises(ConfigError, match="alpha of Dirichlet must be a number > 0. Got -1.0 instead"):
+        deal("dirichlet", alpha=-1.0)
+    with pytest.raises(ConfigError, match="may be tested on what another trains on"):
+        deal("dirichlet", samples=1000, tests="own")
+    with pytest.raises(ConfigError, match="contradict each other"):
+        deal("quantity_skew", samples=10)
+    with pytest.raises(DataError, match="cannot be cut into 6000 pieces"):
+        deal("shards", 3000)
+    with pytest.raises(DataError, match="5000 clients cannot share 3200 training samples of digits"):
+        deal("iid", 5000)
+    with pytest.raises(DataError, match=r"20 clients cannot share 3200 training samples of digits, at least 999 each"):
+        deal("quantity_skew", min_samples=999)
+    with pytest.raises(ConfigError, match="say how many: --clients N"):
+        deal("iid", None)
+    regression = Dataset("r", torch.zeros(50, 1), torch.zeros(50), 0)
+    with pytest.raises(ConfigError, match="alpha skews classes; r has none"):
+        deal("dirichlet", 3, dataset=regression)
+    with pytest.raises(ConfigError, match="shards sorts by class"):
+        deal("shards", 3, dataset=regression)
+
+
+def test_dirichlet_has_its_moments():
+    draws = torch.stack([dirichlet(Rng.seed(i), torch.tensor([1.0, 2.0, 0.0, 1.0])) for i in range(4000)])
+    assert torch.allclose(draws.sum(1), torch.ones(4000, dtype=torch.float64))
+    np.testing.assert_allclose(draws.mean(0), [0.25, 0.5, 0.0, 0.25], atol=0.01)
+    np.testing.assert_allclose(draws.var(0), [0.0375, 0.05, 0.0, 0.0375], atol=0.004)
+
+
+def test_shares_are_rounded_to_the_whole():
+    assert round_shares(torch.tensor([1 / 3, 1 / 3, 1 / 3]), 100).sum() == 100
+    assert round_shares(torch.tensor([1.0, 0.0]), 7).tolist() == [7, 0]

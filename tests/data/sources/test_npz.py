@@ -1,0 +1,184 @@
+"""A user's own file: what is read from it, and what is refused in one sentence."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from coterie.data.dataset import find_preset
+from coterie.data.sources.npz import NpzFile, read_npz
+from coterie.errors import DataError
+from coterie.randomness import Rng
+
+
+@pytest.fixture
+def save(tmp_path):
+    def write(**arrays):
+        path = tmp_path / "own.npz"
+        np.savez(path, **arrays)
+        return path
+
+    return write
+
+
+def load(path):
+    return NpzFile(path=str(path)).load(None, Rng.seed(0), None)
+
+
+def test_tabular_data_with_classes(save):
+    x = np.arange(12.0).reshape(4, 3)
+    data = load(save(x=x, y=np.array([0, 2, 1, 2], dtype=np.int32)))
+    assert data.name == "own"
+    assert data.x.dtype == torch.float32
+    np.testing.assert_array_equal(data.x.numpy(), x)
+    assert data.y.tolist() == [0, 2, 1, 2]
+    assert data.y.dtype == torch.int64
+    assert data.num_classes == 3
+    assert (data.mean, data.std) == (0.0, 1.0)
+    assert data.user is None
+    assert data.is_train is None
+
+
+def test_float_targets_are_a_regression(save):
+    data = load(save(x=np.ones((3, 2)), y=np.array([0.5, -1.0, 2.0])))
+    assert data.num_classes == 0
+    assert data.y.dtype == torch.float32
+
+
+def test_truth_values_are_two_classes(save):
+    data = load(save(x=np.ones((3, 2)), y=np.array([True, False, True])))
+    assert data.num_classes == 2
+    assert data.y.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((5, 8, 9), (1, 8, 9)),
+        ((5, 8, 9, 3), (3, 8, 9)),
+        ((5, 8, 9, 1), (1, 8, 9)),
+        ((5, 3, 8, 9), (3, 8, 9)),
+        ((5, 1, 8, 3), (1, 8, 3)),
+        ((5, 7), (7,)),
+    ],
+)
+def test_pictures_become_channels_first(save, shape, expected):
+    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    data = load(save(x=pixels, y=np.arange(5)))
+    assert data.input_shape == expected
+    assert data.x.dtype == torch.uint8
+    assert (data.mean, data.std) == (127.5, 127.5)
+
+
+def test_a_pixel_keeps_its_place_and_color(save):
+    pixels = np.zeros((2, 4, 5, 3), dtype=np.uint8)
+    pixels[1, 2, 3, 0] = 200
+    data = load(save(x=pixels, y=np.array([0, 1])))
+    assert int(data.x[1, 0, 2, 3]) == 200
+    assert int(data.x.sum(dtype=torch.int64)) == 200
+
+
+def test_users_groups_and_split(save):
+    data = load(
+        save(
+            x=np.ones((4, 2)),
+            y=np.array([0, 1, 0, 1]),
+            user=np.array(["zoe", "adam", "zoe", "adam"]),
+            group=np.array([10, 20, 10, 20]),
+            is_train=np.array([1, 1, 0, 0]),
+        )
+    )
+    assert data.user_names == ("adam", "zoe")
+    assert data.user.tolist() == [1, 0, 1, 0]
+    assert data.group.tolist() == [0, 1, 0, 1]
+    assert data.is_train.tolist() == [True, True, False, False]
+    assert data.is_train.dtype == bool
+
+
+def test_users_may_be_numbers(save):
+    data = load(save(x=np.ones((3, 2)), y=np.zeros(3, dtype=int), user=np.array([7, 3, 7])))
+    assert data.user_names == ("3", "7")
+
+
+def test_a_file_with_users_goes_by_user_and_one_without_is_dealt_out(save):
+    arrays = {"x": np.ones((3, 2)), "y": np.zeros(3, dtype=int)}
+    plain = find_preset(str(save(**arrays)))
+    assert (plain.scenario, plain.clients) == ("iid", 10)
+    users = find_preset(str(save(**arrays, user=np.arange(3))))
+    assert (users.scenario, users.clients) == ("by_user", None)
+    assert users.source_settings == {"path": users.name}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "sentence"),
+    [
+        ({"x": np.ones((2, 2))}, "has no array 'y' (found: x); it needs x and y."),
+        ({"z": np.ones(2)}, "has no array 'x' (found: z); it needs x and y."),
+        ({"x": np.ones(3), "y": np.arange(3)}, "x must have an axis of samples and at least one more. Got shape (3,)."),
+        ({"x": np.array([["a"], ["b"]]), "y": np.arange(2)}, "x must hold numbers. Got <U1 instead."),
+        ({"x": np.ones((2, 2)), "y": np.array(["a", "b"])}, "y must hold integer classes or float targets. Got <U1"),
+        ({"x": np.ones((2, 2)), "y": np.ones((2, 1), dtype=int)}, "classes must be one number a sample"),
+        ({"x": np.ones((2, 2)), "y": np.array([0.5, np.nan])}, "y has NaN or infinite values."),
+        ({"x": np.array([[1.0], [np.inf]]), "y": np.arange(2)}, "x has NaN or infinite values"),
+        ({"x": np.ones((2, 2)), "y": np.array([0, -1])}, "labels must be 0 or larger. Got -1 instead."),
+        ({"x": np.ones((2, 2)), "y": np.arange(3)}, "2 samples but 3 labels."),
+        ({"x": np.ones((2, 2)), "y": np.array(0.5)}, "targets must have one entry a sample. Got shape ()."),
+        ({"x": np.ones((0, 2)), "y": np.zeros(0, dtype=int)}, "has no samples."),
+        ({"x": np.ones((2, 2)), "y": np.arange(2), "user": np.arange(3)}, "2 samples but 3 entries in 'user'."),
+        (
+            {"x": np.ones((2, 2)), "y": np.arange(2), "is_train": np.array([0.5, 1])},
+            "is_train must hold true or false. Got float64 instead.",
+        ),
+        ({"x": np.ones((2, 2), dtype=object), "y": np.arange(2)}, "is damaged or holds Python objects"),
+    ],
+)
+def test_a_bad_file_gives_one_sentence(save, arrays, sentence):
+    with pytest.raises(DataError) as caught:
+        load(save(**arrays))
+    assert sentence in str(caught.value)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(DataError, match="There is no file"):
+        read_npz(tmp_path / "none.npz")
+
+
+@pytest.mark.parametrize("content", [b"", b"hello, this is text", b"PK\x03\x04 cut short"])
+def test_what_is_no_npz_file(tmp_path, content):
+    path = tmp_path / "own.npz"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"is not a readable \.npz file"):
+        read_npz(path)
+
+
+def test_a_file_cut_short(save):
+    path = save(x=np.ones((50, 2)), y=np.arange(50))
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(DataError, match=r"is not a readable \.npz file"):
+        read_npz(path)
+
+
+def test_a_file_with_a_damaged_array(save):
+    path = save(x=np.ones((500, 2)), y=np.arange(500))
+    content = bytearray(path.read_bytes())
+    content[2000:2100] = b"\x07" * 100  # inside x: the checksum of the archive notices
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="is damaged"):
+        read_npz(path)
+
+
+def test_a_single_array(tmp_path):
+    path = tmp_path / "own.npz"
+    buffer = io.BytesIO()
+    np.save(buffer, np.ones(3))
+    path.write_bytes(buffer.getvalue())
+    with pytest.raises(DataError, match=r"is a single array; save x and y together with numpy\.savez\."):
+        read_npz(path)
+
+
+def test_a_folder(tmp_path):
+    with pytest.raises(DataError, match=r"is not a readable \.npz file"):
+        read_npz(tmp_path)

@@ -1,0 +1,211 @@
+"""The compiled program gives what the loop gives, for any vector width, and is left out where it cannot be had."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from coterie.client.work import SGD, Corrected
+from coterie.engines import make_engine
+from coterie.engines.kernels import native
+from coterie.engines.kernels.native import NativeKernel, NativeWay, NotNative
+from coterie.nets.flat import Network, cross_entropy, mse
+from tests.engines.kernels.test_ways import WORKS, deep_cnn, loop, odd_cnn, small_cnn, trained
+from tests.helpers import ragged_federation, setup_of
+
+has_compiler = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler here"
+)
+
+
+def mclr(input_shape, outputs):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, outputs))
+
+
+def wide_cnn(input_shape, outputs):
+    """Rows of more than one vector, kernels and pools of several sizes, channels that fill no block."""
+    return nn.Sequential(
+        nn.Conv2d(1, 5, 5, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(5, 9, (3, 2), stride=(1, 1), padding=(2, 1)),
+        nn.MaxPool2d(3),
+        nn.ReLU(),
+        nn.Conv2d(9, 3, 3, stride=(2, 1), padding=1),
+        nn.Flatten(),
+        nn.Linear(3 * 4 * 7, 19),
+        nn.ReLU(),
+        nn.Linear(19, outputs, bias=False),
+    )
+
+
+def threads(count):
+    return lambda e: NativeWay(NativeKernel.of(e.network, e.task.loss, e.task.input_shape, count), 4, count)
+
+
+@has_compiler
+@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("model", [mclr, small_cnn, odd_cnn, deep_cnn])
+def test_it_trains_as_the_loop_does(model, work):
+    expected = trained(loop, model, WORKS[work])
+    assert torch.allclose(trained(threads(1), model, WORKS[work]), expected, rtol=1e-9, atol=1e-12)
+
+
+@has_compiler
+@pytest.mark.parametrize("march", ["native", "x86-64-v3", "x86-64"])
+@pytest.mark.parametrize("work", ["momentum", "maml"])
+def test_every_width_of_vectors_and_rows_longer_than_one(march, work, monkeypatch):
+    import platform
+
+    if march != "native" and platform.machine() != "x86_64":
+        pytest.skip("another processor")
+    monkeypatch.setattr(native, "_FLAGS", tuple(f.replace("native", march) for f in native._FLAGS))
+    monkeypatch.setattr(native, "_loaded", {})
+    federation = ragged_federation(shape=(1, 42, 43), clients=3)
+    expected = trained(loop, wide_cnn, WORKS[work], federation)
+    found = trained(threads(1), wide_cnn, WORKS[work], federation)
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@has_compiler
+def test_the_number_of_threads_changes_nothing():
+    assert torch.equal(
+        trained(threads(1), small_cnn, WORKS["momentum"]), trained(threads(3), small_cnn, WORKS["momentum"])
+    )
+
+
+@has_compiler
+def test_a_correction_and_a_pull_of_each_client():
+    work = Corrected(lr=0.1, prox=0.1, batch_size=5, momentum=0.3)
+    size = 16 * 3 + 3
+    extra = torch.randn(9, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    each = {"correction": extra, "prox": torch.linspace(0, 0.4, 9, dtype=torch.float64)}
+    expected = trained(loop, mclr, work, **each)
+    assert torch.allclose(trained(threads(2), mclr, work, **each), expected, rtol=1e-9, atol=1e-12)
+
+
+@has_compiler
+@pytest.mark.parametrize("work", ["momentum", "full", "maml", "hf"])
+@pytest.mark.parametrize("room", [1 << 20, 4096])
+def test_samples_that_do_not_lie_ready_are_put_in_order_for_some_clients_at_a_time(work, room, monkeypatch):
+    monkeypatch.setattr(native, "_SAMPLE_BYTES", room)
+
+    def scarce(engine):
+        engine.data._may_render = 0
+        kernel = NativeKernel.of(engine.network, engine.task.loss, engine.task.input_shape, 2)
+        return NativeWay(kernel, 4, 2, scattered=True)
+
+    expected = trained(loop, small_cnn, WORKS[work])
+    assert torch.allclose(trained(scarce, small_cnn, WORKS[work]), expected, rtol=1e-9, atol=1e-12)
+
+
+@has_compiler
+@pytest.mark.parametrize("samples", [1, 31, 300])
+def test_outputs_of_models_on_their_own_and_on_the_same_inputs(samples):
+    network = Network(small_cnn((1, 4, 4), 3), torch.float32, torch.device("cpu"))
+    kernel = NativeKernel.of(network, cross_entropy, (1, 4, 4), 2)
+    models = network.initial.repeat(3, 1) + torch.randn(3, network.layout.size) * 0.1
+    own, same = torch.randn(3, samples, 1, 4, 4), torch.randn(samples, 1, 4, 4)
+    for x in (own, same.expand(3, *same.shape)):
+        expected = torch.stack([network(network.layout.unpack(m), inputs) for m, inputs in zip(models, x, strict=True)])
+        assert torch.allclose(kernel.outputs(models, x), expected, rtol=1e-5, atol=1e-6)
+
+
+@has_compiler
+def test_samples_that_are_weighed_in_any_order():
+    network = Network(small_cnn((1, 4, 4), 3), torch.float64, torch.device("cpu"))
+    from coterie.engines.kernels.plain import PlainKernel
+
+    kernel = NativeKernel.of(network, cross_entropy, (1, 4, 4), 1)
+    stack = [p.detach().repeat(2, *[1] * p.dim()) for _, p in network.named_parameters()]
+    x, y = torch.randn(2, 4, 1, 4, 4, dtype=torch.float64), torch.tensor([[0, 1, 2, 0], [2, 2, 1, 0]])
+    mask = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.float64)
+    keys = torch.zeros(2, dtype=torch.int64)
+    expected = PlainKernel(network, cross_entropy).gradients(stack, [], x, y, mask, keys)
+    for one, other in zip(kernel.gradients(stack, [], x, y, mask, keys), expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+@has_compiler
+def test_a_diverging_client_is_told_by_numbers_that_are_not_finite():
+    work = SGD(lr=1e200, momentum=0.9, batch_size=5, epochs=3)
+    found, expected = trained(threads(1), small_cnn, work), trained(loop, small_cnn, work)
+    assert not torch.isfinite(expected).all(1).any()
+    assert not torch.isfinite(found).all(1).any()
+
+
+def test_what_it_cannot_do_is_left_to_others():
+    def kernel(module, shape, loss=cross_entropy):
+        return NativeKernel.of(Network(module, torch.float32, torch.device("cpu")), loss, shape, 1)
+
+    assert kernel(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), (1, 2, 2), mse) is None
+    assert kernel(nn.Sequential(nn.Linear(4, 2), nn.Tanh()), (4,)) is None
+    assert kernel(nn.Sequential(nn.Linear(4, 2)), (3, 4)) is None  # a dense layer over the last dimension only
+    assert kernel(nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU()), (1, 2, 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"), [("no-such-compiler", "cannot be run"), ("false", "failed: no message")]
+)
+def test_without_a_compiler_the_engine_has_its_other_ways(compiler, reason, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("COTERIE_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "_loaded", {})
+    setup = setup_of(__import__("coterie").FedAvg())
+    engine = make_engine("vectorized", setup.task(), setup.federation(), "cpu", {"precision": "float64"})
+    told = engine.describe()
+    assert told["plan"] != "native"
+    assert reason in told["not_native"]
+    with pytest.raises(NotNative, match=reason):  # the reason is remembered, the compiler is not tried again
+        native.library(torch.float64)
+
+
+def test_no_compiler_at_all(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(NotNative, match="there is no C\\+\\+ compiler"):
+        native._compiler()
+
+
+@has_compiler
+def test_a_program_that_computes_something_else_is_not_used(monkeypatch):
+    right = NativeKernel.gradients
+    monkeypatch.setattr(NativeKernel, "gradients", lambda *a: [g * 1.1 for g in right(*a)])
+    setup = setup_of(__import__("coterie").FedAvg())
+    engine = make_engine("vectorized", setup.task(), setup.federation(), "cpu", {"precision": "float64"})
+    assert engine.describe()["plan"] != "native"
+    assert any("the compiled program is not used" in note for note in engine.notes)
+
+
+@has_compiler
+def test_it_is_compiled_once_for_a_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("COTERIE_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "_loaded", {})
+    native.library(torch.float32)
+    made = list((tmp_path / "native").iterdir())
+    assert len(made) == 1
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setattr(native.subprocess, "run", _only_versions(native.subprocess.run))
+    native.library(torch.float32)
+    assert list((tmp_path / "native").iterdir()) == made
+
+
+def _only_versions(run):
+    def told(command, **options):
+        assert "--version" in command, "compiled again"
+        return run(command, **options)
+
+    return told
+
+
+@has_compiler
+def test_random_orders_are_those_of_the_loop():
+    """Many sizes: the order of samples is drawn inside the program, as `permutations` draws it."""
+    federation = ragged_federation(clients=6, samples=90, spread=0.9, seed=4)
+    work = SGD(lr=0.3, batch_size=7, steps=31)
+    assert torch.allclose(
+        trained(threads(2), mclr, work, federation), trained(loop, mclr, work, federation), rtol=1e-9, atol=1e-12
+    )

@@ -1,0 +1,365 @@
+"""Every way of training gives what the loop gives: layers, workers, stacks, recorded steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from coterie.client.stack import BatchPlan, Way
+from coterie.client.work import SGD, Corrected, FirstOrderMAML, HessianFreeMAML, Proximal
+from coterie.engines import make_engine
+from coterie.engines.kernels.graphs import GraphWay
+from coterie.engines.kernels.layers import LayerKernel
+from coterie.engines.kernels.plain import PlainKernel
+from coterie.engines.kernels.stacked import StackedKernel
+from coterie.errors import ConfigError
+from coterie.nets.flat import Network, cross_entropy, mse
+from coterie.randomness import Rng
+from tests.helpers import ragged_federation, setup_of
+
+
+def small_cnn(input_shape, outputs):
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(3, 4, 2, stride=1, bias=False),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4, 5),
+        nn.ReLU(),
+        nn.Linear(5, outputs),
+    )
+
+
+def odd_cnn(input_shape, outputs):
+    """A picture whose last row and column no pool sees, a pool of three, a dense layer without bias."""
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 2, 3, stride=2, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Flatten(),
+        nn.Linear(2, 4, bias=False),
+        nn.ReLU(),
+        nn.Linear(4, outputs),
+    )
+
+
+def deep_cnn(input_shape, outputs):
+    """Three convolutions, of which only the second takes what the first made."""
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(3, 2, 3, padding=1),
+        nn.MaxPool2d(2),
+        nn.Conv2d(2, 4, 2),
+        nn.Flatten(),
+        nn.Linear(4, outputs),
+    )
+
+
+def normed(input_shape, outputs):
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1),
+        nn.BatchNorm2d(3),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Flatten(),
+        nn.Linear(48, outputs),
+    )
+
+
+WORKS = {
+    "plain": SGD(lr=0.1, batch_size=5, epochs=2),
+    "momentum": SGD(lr=0.1, momentum=0.9, weight_decay=0.01, batch_size=4, epochs=3),
+    "decay": SGD(lr=0.1, weight_decay=0.02, batch_size=4, steps=7),
+    "full": SGD(lr=0.1, batch_size="full", epochs=3),
+    "proximal": Proximal(lr=0.1, momentum=0.5, prox=0.3, batch_size=5),
+    "maml": FirstOrderMAML(lr=0.1, inner_lr=0.05, batch_size=5, epochs=2),
+    "hf": HessianFreeMAML(lr=0.1, inner_lr=0.05, batch_size=5),
+}
+
+
+def trained(make, model, work, federation=None, **extras):
+    """Everyone trained from the first weights, in the way that `make` makes of an engine."""
+    federation = ragged_federation() if federation is None else federation
+    setup = setup_of(__import__("coterie").FedAvg(), federation, model=model, model_settings={}, work=replace(work))
+    engine = make_engine("loop", setup.task(), federation, "cpu", {"precision": "float64"})
+    way = make(engine)
+    start = engine.initial().repeat(len(federation), 1)
+    with torch.no_grad():
+        return engine.block_of(torch.arange(len(federation)), way, Rng.seed(3)).train(start, work, **extras)
+
+
+def loop(engine):
+    return engine.way
+
+
+def layers(piece, workers=1):
+    return lambda e: Way("layers", LayerKernel.of(e.network, e.task.loss), piece, workers)
+
+
+def as_on_a_gpu(grouped):
+    """Grouped convolutions, or clients beside each other; the first convolution by patches."""
+    return lambda e: Way("layers", LayerKernel.of(e.network, e.task.loss, grouped=grouped, patches=True), 99)
+
+
+def stacked(piece):
+    return lambda e: Way("stacked", StackedKernel(e.network, e.task.loss), piece)
+
+
+def graph(kind, piece):
+    def make(engine):
+        kernels = {
+            "layers": lambda: LayerKernel.of(engine.network, engine.task.loss),
+            "stacked": lambda: StackedKernel(engine.network, engine.task.loss),
+            "loop": lambda: PlainKernel(engine.network, engine.task.loss),
+        }
+        engine.data._may_render = 1 << 30
+        return GraphWay(kind, kernels[kind](), piece)
+
+    return make
+
+
+PLAIN_WAYS = {
+    "layers-1": layers(1),
+    "layers-4": layers(4),
+    "layers-all": layers(99),
+    "layers-workers": layers(2, workers=3),
+    "layers-grouped": as_on_a_gpu(True),
+    "layers-patches": as_on_a_gpu(False),
+    "stacked": stacked(99),
+    "graph-layers": graph("layers", 99),
+    "graph-layers-4": graph("layers", 4),
+    "graph-stacked": graph("stacked", 99),
+    "graph-loop": graph("loop", 1),
+}
+
+
+@pytest.mark.parametrize("way", PLAIN_WAYS)
+@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("model", [small_cnn, odd_cnn, deep_cnn])
+def test_every_way_trains_as_the_loop_does(model, work, way):
+    expected = trained(loop, model, WORKS[work])
+    found = trained(PLAIN_WAYS[way], model, WORKS[work])
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["stacked", "graph-stacked", "graph-loop"])
+@pytest.mark.parametrize("work", ["momentum", "full", "maml"])
+def test_networks_with_statistics_and_dropout(work, way):
+    expected = trained(loop, normed, WORKS[work])
+    found = trained(PLAIN_WAYS[way], normed, WORKS[work])
+    assert torch.allclose(found, expected, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("way", ["layers-4", "graph-layers", "graph-stacked"])
+def test_extras_go_with_their_clients(way):
+    work = Corrected(lr=0.1, prox=0.1, batch_size=5)
+    engine = make_engine("loop", setup_of(__import__("coterie").FedAvg(), model=small_cnn, model_settings={}).task(),
+                         ragged_federation(), "cpu", {"precision": "float64"})  # fmt: skip
+    size = engine.task.layout.num_parameters
+    extra = torch.randn(9, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = trained(loop, small_cnn, work, correction=extra)
+    assert torch.allclose(trained(PLAIN_WAYS[way], small_cnn, work, correction=extra), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_recording_is_used_again_and_in_several_tables(monkeypatch):
+    monkeypatch.setattr("coterie.engines.kernels.graphs._ENTRIES", 9 * 5 * 2)  # two steps a table
+    made = []
+
+    def make(engine):
+        way = graph("layers", 99)(engine)
+        made.append(way)
+        return way
+
+    expected = trained(loop, small_cnn, WORKS["momentum"])
+    assert torch.allclose(trained(make, small_cnn, WORKS["momentum"]), expected, rtol=1e-9)
+    assert len(made[0]._made) >= 1
+
+
+def test_another_step_size_needs_no_other_recording():
+    federation = ragged_federation(spread=0.0)
+    setup = setup_of(__import__("coterie").FedAvg(), federation, model=small_cnn, model_settings={})
+    engine = make_engine("loop", setup.task(), federation, "cpu", {"precision": "float64"})
+    way = graph("layers", 99)(engine)
+    start = engine.initial().repeat(9, 1)
+    results = []
+    for lr in (0.1, 0.05):
+        with torch.no_grad():
+            results.append(engine.block_of(torch.arange(9), way, Rng.seed(3)).train(start, SGD(lr=lr, batch_size=4)))
+    assert len(way._made) == 1
+    assert not torch.allclose(results[0], results[1])
+    expected = trained(loop, small_cnn, SGD(lr=0.05, batch_size=4), federation)
+    assert torch.allclose(results[1], expected, rtol=1e-9)
+
+
+def test_what_layers_cannot_do_is_left_to_others():
+    def kernel(module, loss=cross_entropy):
+        return LayerKernel.of(Network(module, torch.float32, torch.device("cpu")), loss)
+
+    assert kernel(nn.Sequential(nn.Flatten(), nn.Linear(4, 2))) is not None
+    assert kernel(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), mse) is None
+    for layer in (nn.BatchNorm1d(2), nn.Tanh(), nn.Dropout(0.1)):
+        assert kernel(nn.Sequential(nn.Linear(4, 2), layer)) is None
+    assert kernel(nn.Conv2d(2, 2, 3, groups=2)) is None
+    assert kernel(nn.Sequential(nn.Conv2d(1, 2, 3, padding="same"), nn.Flatten(), nn.Linear(8, 2))) is None
+    assert kernel(nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(3, 2), nn.Flatten(), nn.Linear(8, 2))) is None
+    shared = nn.Linear(4, 4)
+    assert kernel(nn.Sequential(shared, nn.ReLU(), shared)) is None
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.layer(x) * 2
+
+    assert kernel(Own()) is None
+
+
+def test_pieces_keep_in_step_and_pad_little():
+    sizes = torch.tensor([40, 39, 38, 21, 20, 19, 5])
+    plan = BatchPlan(sizes, SGD(batch_size=10))
+    assert [(s.start, s.stop) for s in plan.pieces(4)] == [(0, 3), (3, 4), (4, 6), (6, 7)]
+    full = BatchPlan(torch.tensor([100, 90, 80, 40, 38]), SGD(batch_size="full"))
+    runs = full.pieces(1000)
+    for run in runs:
+        part = full.sizes[run]
+        assert float((part.max() - part).sum()) <= 0.15 * float(part.max() * len(part))
+    assert len(runs) == 3
+    assert [s.stop - s.start for s in BatchPlan(torch.full((9,), 20), SGD()).pieces(4)] == [4, 4, 1]
+
+
+@pytest.mark.parametrize("plan", ["layers", "layers+workers", "stacked", "loop"])
+def test_a_plan_can_be_asked_for(plan):
+    setup = setup_of(__import__("coterie").FedAvg())
+    engine = make_engine("vectorized", setup.task(), setup.federation(), "cpu", {"plan": plan, "workers": 2})
+    assert engine.describe()["plan"] == plan
+    assert "measured" not in engine.describe()
+
+
+def test_a_plan_that_is_not_possible_is_refused():
+    setup = setup_of(__import__("coterie").FedAvg())
+    with pytest.raises(ConfigError, match=r"possible: (native, )?layers, layers\+workers, stacked, loop"):
+        make_engine("vectorized", setup.task(), setup.federation(), "cpu", {"plan": "loop+graph", "workers": 2})
+    with pytest.raises(ConfigError, match="tf32 is arithmetic of GPUs"):
+        make_engine("vectorized", setup.task(), setup.federation(), "cpu", {"precision": "tf32"})
+
+
+def test_what_was_measured_is_said_and_remembered(tmp_path, monkeypatch):
+    from coterie.engines import plans
+
+    monkeypatch.setenv("COTERIE_CACHE", str(tmp_path))
+    monkeypatch.setattr(plans, "_known", {})
+    setup = setup_of(__import__("coterie").FedAvg(), model_settings={"hidden": 7})
+    first = make_engine("vectorized", setup.task(), setup.federation(), "cpu", {})
+    told = first.describe()
+    assert told["plan"] in told["measured"]
+    assert min(told["measured"].values()) > 0
+    assert (tmp_path / "plans.json").exists()
+    monkeypatch.setattr(plans, "_known", {})
+    monkeypatch.setattr(plans, "_time", lambda engine, candidate: pytest.fail("measured again"))
+    again = make_engine("vectorized", setup.task(), setup.federation(), "cpu", {})
+    assert again.describe() == told
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": {"layers": "fast"}}'])
+def test_a_damaged_memory_costs_a_measurement_only(tmp_path, text):
+    from coterie.engines.plans import _read
+
+    path = tmp_path / "plans.json"
+    path.write_text(text)
+    assert _read(path) == {}
+
+
+def test_equal_ways_are_chosen_by_preference():
+    from coterie.engines.plans import Candidate, choose
+
+    ways = [Candidate(name, lambda: None) for name in ("layers", "stacked", "loop")]
+    assert choose(ways, {"layers": 1.04, "stacked": 1.0, "loop": 3.0}).name == "layers"
+    assert choose(ways, {"layers": 2.0, "stacked": 1.0, "loop": 1.1}).name == "stacked"
+
+
+def test_out_of_memory_goes_on_with_half_the_clients_and_says_so():
+    setup = setup_of(__import__("coterie").FedAvg())
+    from coterie.client.block import train
+
+    def run(fail_above):
+        engine = make_engine("vectorized", setup.task(), setup.federation(), "cpu", {"precision": "float64"})
+        ask = engine.way.each
+
+        def scarce(function, plan):
+            if len(plan.sizes) > fail_above:
+                raise torch.OutOfMemoryError("no more")
+            ask(function, plan)
+
+        engine.way.each = scarce
+        refs = torch.zeros(9, dtype=torch.int64)
+        answers = torch.zeros(9, engine.task.layout.size, dtype=torch.float64)
+        for chunk in engine.call(
+            train, engine.everyone(), models=engine.initial().unsqueeze(0), refs=refs, rng=Rng.seed(1)
+        ):
+            answers[chunk.clients] = chunk.answer.params
+        return engine, answers
+
+    _, whole = run(99)
+    engine, halved = run(3)
+    assert torch.allclose(whole, halved, rtol=1e-12)
+    assert any("out of memory with 9 clients" in note for note in engine.notes)
+    assert not engine.failures
+    from coterie.errors import EngineError
+
+    with pytest.raises(EngineError, match="of one client does not fit"):
+        run(0)
+
+
+PLANS_OF_GPUS = ["layers", "layers+graph", "streams+graph", "stacked", "stacked+graph", "loop+graph"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", PLANS_OF_GPUS)
+@pytest.mark.parametrize("work", ["plain", "momentum", "full", "proximal", "maml"])
+def test_on_a_gpu_every_plan_equals_the_loop_in_float32(plan, work):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    from coterie.client.block import train
+
+    setup = setup_of(__import__("coterie").FedAvg(), model=small_cnn, model_settings={}, work=SGD(lr=0.1, batch_size=5))
+    results = []
+    for engine_name, settings in (("loop", {}), ("vectorized", {"plan": plan})):
+        engine = make_engine(
+            engine_name, setup.task(), setup.federation(), "cuda", {"precision": "float32", **settings}
+        )
+        refs = torch.zeros(9, dtype=torch.int64)
+        found = torch.zeros(9, engine.task.layout.size)
+        for _ in range(2):  # the second time from the recording
+            start = engine.initial().unsqueeze(0)
+            call = engine.call(train, engine.everyone(), models=start, refs=refs, work=WORKS[work], rng=Rng.seed(1))
+            for chunk in call:
+                found[chunk.clients] = chunk.answer.params.cpu()
+        results.append(found)
+    assert torch.allclose(results[0], results[1], rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_compiler_cannot_do_is_done_without_it_and_said(monkeypatch):
+    def refuse(function, **options):
+        def fail(*arguments):
+            raise RuntimeError("cannot compile this")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    setup = setup_of(__import__("coterie").FedAvg())
+    settings = {"plan": "stacked", "compile": True, "precision": "float64"}
+    engine = make_engine("vectorized", setup.task(), setup.federation(), "cpu", settings)
+    start = engine.initial().repeat(9, 1)
+    with torch.no_grad():
+        found = engine.block_of(torch.arange(9), engine.way, Rng.seed(3)).train(start, WORKS["plain"])
+    plain = make_engine("vectorized", setup.task(), setup.federation(), "cpu", settings | {"compile": False})
+    with torch.no_grad():
+        expected = plain.block_of(torch.arange(9), plain.way, Rng.seed(3)).train(start, WORKS["plain"])
+    assert torch.equal(found, expected)
+    assert "cannot compile this" in engine.describe()["not_compiled"]

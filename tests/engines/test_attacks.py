@@ -1,0 +1,169 @@
+"""Simulated harm: who does it, what arrives, what is left out, and who is scored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import coterie
+from coterie.client.block import Answer, Models
+from coterie.engines.attacks import Attack
+from coterie.engines.base import too_large
+from coterie.errors import ConfigError
+from coterie.methods.base import algorithms
+from coterie.methods.fedavg import FedAvg
+from coterie.methods.fesem import FeSEM
+from coterie.randomness import Rng, name_keys
+from coterie.runs.loop import Schedule, attack_of
+from tests.convex import problem
+from tests.helpers import assert_same, finished, outcome, ragged_federation, reserved_for, setup_of
+
+KEYS = name_keys(tuple(f"c{i}" for i in range(10)))
+
+
+def attack(kind="sign_flip", share=0.3, corrupt=0.0, seed=0):
+    return Attack.of(KEYS, kind, share, corrupt, seed)
+
+
+def test_attackers_are_a_share_that_hangs_on_seed_and_key():
+    found = attack().attackers
+    assert int(found.sum()) == 3
+    order = torch.tensor([3, 1, 4, 0, 5, 9, 2, 6, 8, 7])
+    assert torch.equal(Attack.of(KEYS[order], "gaussian", 0.3, 0.0, 0).attackers, found[order])
+    assert any(not torch.equal(attack(seed=s).attackers, found) for s in range(1, 4))
+    assert not attack("none").attackers.any()
+    assert attack("none").is_none
+    assert not attack("none", corrupt=0.1).is_none
+
+
+def test_sign_flip_sends_the_opposite():
+    harm = attack()
+    start = torch.arange(20.0).reshape(10, 2)
+    sent = Models(start, torch.arange(10))
+    answer = Answer(params=start + 1.0, samples=torch.ones(10))
+    found = harm.on_answer(answer, torch.arange(10), KEYS, sent, Rng.seed(0))
+    expected = torch.where(harm.attackers.unsqueeze(1), start - 1.0, start + 1.0)
+    assert torch.equal(found.params, expected)
+    assert torch.equal(found.samples, torch.ones(10))
+    flipped = harm.on_answer(Answer(gradient=start), torch.arange(10), KEYS, sent, Rng.seed(0)).gradient
+    assert torch.equal(flipped[harm.attackers], -start[harm.attackers])
+
+
+def test_sign_flip_of_several_models_is_about_the_chosen_one():
+    harm = attack(share=0.99)
+    table = torch.tensor([[0.0, 0.0], [10.0, 10.0]])
+    sent = Models(table, torch.tensor([[0, 1]] * 10))
+    answer = Answer(params=torch.full((10, 2), 11.0), choice=torch.ones(10, dtype=torch.int64))
+    found = harm.on_answer(answer, torch.arange(10), KEYS, sent, Rng.seed(0)).params
+    assert found[harm.attackers].unique().tolist() == [9.0]
+    first = harm.on_answer(Answer(params=torch.full((10, 2), 11.0)), torch.arange(10), KEYS, sent, Rng.seed(0)).params
+    assert first[harm.attackers].unique().tolist() == [-11.0]
+
+
+def test_gaussian_sends_noise_that_repeats():
+    harm = attack("gaussian")
+    start = torch.zeros(10, 400)
+    sent = Models(start, torch.arange(10))
+    one, again, other = (
+        harm.on_answer(Answer(params=start + 1), torch.arange(10), KEYS, sent, Rng.seed(s)).params for s in (0, 0, 1)
+    )
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    noise = one[harm.attackers]
+    assert float(noise.std()) == pytest.approx(1.0, abs=0.1)
+    assert float(noise.mean()) == pytest.approx(0.0, abs=0.1)
+
+
+def test_label_flip_changes_what_attackers_train_on_and_nothing_else():
+    federation = ragged_federation()
+    harm = attack_of(federation.keys, Schedule(attack="label_flip", attackers=0.3))
+    flipped = harm.on_data(federation)
+    for client in range(9):
+        (x, y), (seen, labels) = federation.samples(client), flipped.samples(client)
+        assert torch.equal(x, seen)
+        assert torch.equal(labels, 2 - y if harm.attackers[client] else y)
+    assert attack_of(federation.keys, Schedule()).on_data(federation) is federation
+
+
+def test_label_flip_needs_classes():
+    federation, _, _ = problem()
+    with pytest.raises(ConfigError, match="these data have none"):
+        attack_of(federation.keys, Schedule(attack="label_flip")).on_data(federation)
+
+
+def test_scores_are_those_of_the_honest():
+    run = finished(setup_of(FedAvg(), schedule=Schedule(rounds=2, attack="gaussian", attackers=0.3)))
+    honest = ~run.attack.attackers.numpy()
+    last = run.progress.scores[-1]["accuracy"]
+    assert run.progress.rows[-1]["accuracy"]["macro"] == pytest.approx(last[honest].mean())
+    told = run.summary()["attack"]
+    assert told["kind"] == "gaussian"
+    assert len(told["attackers"]) == 3
+    assert finished(setup_of(FedAvg())).summary()["attack"] is None
+
+
+@pytest.mark.parametrize("kind", ["sign_flip", "gaussian", "label_flip"])
+def test_loop_equals_vectorized_under_attack(kind):
+    schedule = Schedule(rounds=2, attack=kind, attackers=0.3, corrupt=0.1)
+    setups = [setup_of(FeSEM(num_clusters=2), schedule=schedule, engine=engine) for engine in ("loop", "vectorized")]
+    one, other = (outcome(finished(setup)) for setup in setups)
+    assert one["labels"] == other["labels"]
+    assert_same(one["state"], other["state"], exact=False, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(algorithms()))
+def test_every_method_gets_through_broken_answers(name):
+    cls = algorithms()[name]
+    method = cls(num_clusters=2) if hasattr(cls, "num_clusters") else cls()
+    federation = ragged_federation(reserve=reserved_for(method))
+    run = finished(setup_of(method, federation, schedule=Schedule(rounds=4, corrupt=0.3)))
+    for tensor in run.state.tensors().values():
+        assert bool(torch.isfinite(tensor).all()) if tensor.is_floating_point() else True
+    if name != "local":  # which sends nothing
+        summary = run.summary()
+        assert summary["failures"] > 0
+        assert summary["failures_by_reason"] == {"the answer is not finite": summary["failures"]}
+        assert {failure.client for failure in run.engine.failures} <= set(run.federation.names)
+
+
+def test_far_too_large_answers_are_left_out_and_named():
+    run = setup_of(FedAvg())
+    from tests.helpers import trainer_of
+
+    trainer = trainer_of(run)
+    trainer._start()
+    engine = trainer.engine
+    checked = engine._checked
+
+    def grow(step, clients, positions, answer, lengths=None):
+        if "params" in answer:
+            answer["params"][clients == 2] *= 1e6
+        return checked(step, clients, positions, answer, lengths)
+
+    engine._checked = grow
+    trainer._round(1)
+    (failure,) = engine.failures
+    assert failure.client == trainer.federation.names[2]
+    assert failure.reason == "the answer is far too large"
+    assert float(trainer.state.centers.norm()) < 100
+
+
+def test_too_large_is_relative_to_what_was_sent():
+    lengths = torch.tensor([150.0, 150.0])
+    assert too_large(lengths, torch.tensor([0.1, 9.0])).tolist() == [True, False]
+    assert too_large(lengths, None).tolist() == [True, True]
+
+
+def test_a_tenth_of_broken_answers_costs_less_than_a_point():
+    clean = coterie.run("fesem", rounds=10, seed=0).summary
+    broken = coterie.run("fesem", rounds=10, seed=0, corrupt=0.1).summary
+    assert broken["failures"] > 30
+    assert broken["accuracy"]["macro"] > clean["accuracy"]["macro"] - 0.01
+
+
+def test_robust_fesem_withstands_what_plain_fesem_does_not():
+    clean = coterie.run("fesem", rounds=10, seed=0).summary["accuracy"]["macro"]
+    plain = coterie.run("fesem", rounds=10, seed=0, attack="sign_flip").summary["accuracy"]["macro"]
+    median = coterie.run(FeSEM(robust="median"), rounds=10, seed=0, attack="sign_flip").summary["accuracy"]["macro"]
+    assert plain < clean - 0.1
+    assert median > clean - 0.03

@@ -1,0 +1,555 @@
+"""The start, the round and the guard that clustered methods share, with hand-checked numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from coterie.data.federation import Split
+from coterie.engines.mock import MockEngine
+from coterie.methods.base import algorithms
+from coterie.methods.parts.centers import CenterMethod, Watch, mend, rows_of, split_widest
+from coterie.methods.parts.clustering import squared_distances
+from coterie.randomness import Rng, name_keys
+from coterie.runs.loop import Schedule
+from coterie.settings import fields_of
+from tests.helpers import assert_same, outcome, ragged_federation, reserved_for, setup_of, trainer_of
+
+RNG = Rng.seed(0)
+CENTERED = sorted(key for key, cls in algorithms().items() if issubclass(cls, CenterMethod))
+
+
+@dataclass(frozen=True)
+class Nearest(CenterMethod):
+    """The least that a method must say."""
+
+    key: ClassVar[str] = "nearest"
+
+    def distances(self, context, params, clients, state, engine):
+        return squared_distances(params, state.centers)
+
+
+def at_home(homes, **more):
+    """Each client's model is its own fixed point, wherever it started."""
+    table = torch.tensor(homes)
+
+    def respond(step, client, sent):
+        return {"params": table[client], "samples": client + 1} | more
+
+    return respond
+
+
+def engine_of(respond, clients, round=1, chunk=3):
+    engine = MockEngine(respond, num_clients=clients, chunk=chunk)
+    engine.begin(round, "round" if round else "start")
+    return engine
+
+
+def state_of(method, engine, centers, labels, **more):
+    """A state as it may be in the middle of a run."""
+    count = engine.num_clients
+    known = {"sketches": torch.zeros(count, 2), "moved": torch.zeros(count, dtype=torch.bool)}
+    state = method.state_type.common_start(engine, method.num_clusters, **known)
+    return replace(state, centers=torch.tensor(centers), labels=torch.tensor(labels), **more)
+
+
+# ---- the start ----
+
+TWO_PAIRS = [[0.0, 1.0], [0.0, 2.0], [8.0, 0.0], [8.0, 2.0], [8.0, 4.0]]
+
+
+def test_warm_start_begins_with_common_rounds():
+    """Everyone trains from one model, which becomes the sample-weighted mean; only then models are clustered."""
+    sent = []
+
+    def respond(step, client, model):
+        sent.append(model.tolist())
+        return {"params": model + client, "samples": 1 + client}  # weighted mean of 0, 1, 2: 4/3
+
+    engine = engine_of(respond, 3, round=0)
+    state = Nearest(num_clusters=2, warmup=2).start(engine.task, engine, RNG)
+    laps = [sent[i : i + 3] for i in range(0, 9, 3)]
+    assert len(sent) == 9
+    for lap, expected in enumerate([0.0, 4 / 3, 8 / 3]):
+        assert laps[lap] == [[pytest.approx(expected)] * 2] * 3
+    assert state.common.tolist() == [pytest.approx(8 / 3)] * 2
+    assert sorted(state.sketches[:, 0].tolist()) == pytest.approx([0.0, 1.0, 2.0])  # measured from the warm model
+
+
+def test_the_papers_start_is_not_warmed_up():
+    engine = engine_of(at_home(TWO_PAIRS), 5, round=0)
+    state = Nearest(num_clusters=2, init="paper", warmup=5).start(engine.task, engine, RNG)
+    assert engine.calls == []
+    assert state.common.tolist() == [0.0, 0.0]
+
+
+def test_a_repair_whose_leaving_half_does_not_answer_is_none():
+    """Nobody is there to make the freed center of: the round stays as it was, and nothing is recorded."""
+    calls = []
+
+    def respond(step, client, model):
+        calls.append(client)
+        if len(calls) > 6 and client in (4, 5):
+            raise TimeoutError("gone")
+        far = 1.0 if client in (4, 5) else 0.0
+        return {"params": model + torch.tensor([far, 0.01 * client]), "samples": 1}
+
+    method = Nearest(num_clusters=2)
+    engine = engine_of(respond, 6)
+    labels = torch.zeros(6, dtype=torch.int64)
+    state = method.state_type.common_start(
+        engine, 2, sketches=torch.zeros(6, 2), moved=torch.zeros(6, dtype=torch.bool)
+    )
+    state = replace(state, labels=labels, centers=torch.tensor([[0.0, 0.0], [50.0, 50.0]]))
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert len(calls) > 6  # a repair was tried
+    assert after.repairs == []
+    assert after.labels.tolist() == [0] * 6
+
+
+def test_warm_start_clusters_what_everyone_made_of_the_common_model():
+    sent_to = {}
+
+    def respond(step, client, sent):
+        sent_to[client] = sent.tolist()
+        return at_home(TWO_PAIRS)(step, client, sent)
+
+    engine = engine_of(respond, 5, round=0)
+    state = Nearest(num_clusters=2, warmup=0).start(engine.task, engine, RNG)
+    assert engine.calls == [("train", [0, 1, 2, 3, 4])]
+    assert sent_to == {client: [0.0, 0.0] for client in range(5)}
+    a, b = int(state.labels[0]), int(state.labels[2])
+    assert state.labels.tolist() == [a, a, b, b, b]
+    assert {a, b} == {0, 1}
+    assert state.centers[a].tolist() == [0.0, 1.5]
+    assert state.centers[b].tolist() == [8.0, 2.0]
+    assert state.common.tolist() == [0.0, 0.0]
+    assert state.mean_samples == 3.0
+    assert state.sketches.tolist() == TWO_PAIRS
+
+
+def test_warm_start_with_a_silent_client():
+    def respond(step, client, sent):
+        if client == 1:
+            raise TimeoutError("no answer")
+        return at_home(TWO_PAIRS)(step, client, sent)
+
+    engine = engine_of(respond, 5, round=0)
+    state = Nearest(num_clusters=2, weighting="samples").start(engine.task, engine, RNG)
+    assert state.labels[1] == -1
+    assert state.sketches[1].tolist() == [0.0, 0.0]
+    assert state.centers[int(state.labels[0])].tolist() == [0.0, 1.0]
+    assert state.centers[int(state.labels[2])].tolist() == pytest.approx([8.0, (4 * 2 + 5 * 4) / 12])
+    assert state.mean_samples == (1 + 3 + 4 + 5) / 4
+
+
+def test_paper_start_is_random_centers_and_random_labels():
+    engine = engine_of(at_home(TWO_PAIRS * 8), 40, round=0)
+    state = Nearest(num_clusters=3, init="paper").start(engine.task, engine, RNG)
+    assert not engine.calls
+    assert len(torch.unique(state.centers, dim=0)) == 3
+    assert min(torch.bincount(state.labels, minlength=3).tolist()) >= 5
+    assert state.labels.max() == 2
+    again = Nearest(num_clusters=3, init="paper").start(engine.task, engine, Rng.seed(1))
+    assert not torch.equal(again.centers, state.centers)
+    assert not torch.equal(again.labels, state.labels)
+
+
+def test_a_start_that_nobody_answers_is_the_random_one():
+    def silent(step, client, sent):
+        raise TimeoutError("no answer")
+
+    engine = engine_of(silent, 5, round=0)
+    state = Nearest(num_clusters=2).start(engine.task, engine, RNG)
+    assert bool(torch.isfinite(state.centers).all())
+    assert len(torch.unique(state.centers, dim=0)) == 2
+    assert ((state.labels >= 0) & (state.labels < 2)).all()
+
+
+def test_more_clusters_than_answers():
+    def respond(step, client, sent):
+        if client > 1:
+            raise TimeoutError("no answer")
+        return at_home(TWO_PAIRS)(step, client, sent)
+
+    engine = engine_of(respond, 5, round=0)
+    state = Nearest(num_clusters=4).start(engine.task, engine, RNG)
+    assert sorted(state.labels.tolist()) == [-1, -1, -1, 0, 1]
+    assert bool(torch.isfinite(state.centers).all())
+
+
+# ---- the round ----
+
+
+def test_round_trains_from_the_own_center_assigns_and_averages():
+    sent_to = {}
+
+    def respond(step, client, sent):
+        sent_to[client] = sent.tolist()
+        return at_home(TWO_PAIRS)(step, client, sent)
+
+    method = Nearest(num_clusters=2)
+    engine = engine_of(respond, 5)
+    state = state_of(method, engine, [[1.0, 1.0], [5.0, 1.0]], [1, 0, 0, 1, 1])
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert sent_to == {0: [5.0, 1.0], 1: [1.0, 1.0], 2: [1.0, 1.0], 3: [5.0, 1.0], 4: [5.0, 1.0]}
+    assert after.labels.tolist() == [0, 0, 1, 1, 1]
+    assert after.centers.tolist() == [[0.0, 1.5], [8.0, 2.0]]
+    assert after.repairs == []
+
+
+def test_a_client_that_fails_keeps_its_label_and_moves_nothing():
+    def respond(step, client, sent):
+        if client == 4:
+            raise TimeoutError("no answer")
+        return at_home(TWO_PAIRS)(step, client, sent)
+
+    method = Nearest(num_clusters=2)
+    engine = engine_of(respond, 5)
+    state = state_of(method, engine, [[0.0, 0.0], [9.0, 0.0]], [0, 0, 1, 1, 0])
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert after.labels.tolist() == [0, 0, 1, 1, 0]
+    assert after.centers.tolist() == [[0.0, 1.5], [8.0, 1.0]]
+
+
+def test_a_round_that_nobody_answers_changes_nothing():
+    def silent(step, client, sent):
+        raise TimeoutError("no answer")
+
+    method = Nearest(num_clusters=2)
+    engine = engine_of(silent, 5)
+    state = state_of(method, engine, [[0.0, 0.0], [9.0, 0.0]], [0, 0, 0, 0, 0])
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert_same(after.tensors(), state.tensors())
+    assert_same(after.plain(), state.plain())
+
+
+@dataclass(frozen=True)
+class Undecided(Nearest):
+    """Cannot say where odd clients belong."""
+
+    def choose(self, context, chunk, state, engine, rng):
+        return torch.where(chunk.clients % 2 == 1, -1, super().choose(context, chunk, state, engine, rng))
+
+
+def test_a_client_that_is_placed_nowhere_stays_where_it_is():
+    method = Undecided(num_clusters=2)
+    engine = engine_of(at_home(TWO_PAIRS), 5)
+    state = state_of(method, engine, [[0.0, 0.0], [9.0, 0.0]], [0, 1, 0, -1, 0])
+    after = method.round(state, engine, engine.everyone(), RNG)
+    # Client 1 stays in cluster 1, and counts there; client 3, not met before, is still not met.
+    assert after.labels.tolist() == [0, 1, 1, -1, 1]
+    assert after.centers[0].tolist() == [0.0, 1.0]
+    assert after.centers[1].tolist() == pytest.approx([16 / 3, 2.0])
+
+
+def test_rows_of_labels():
+    assert rows_of(torch.tensor([0, -1, 2]), 3).tolist() == [0, 3, 2]
+
+
+# ---- the widest cluster ----
+
+
+def keys_of(count):
+    return name_keys([f"client-{i}" for i in range(count)])
+
+
+def split(updates, labels, num_clusters=2, **more):
+    rows = torch.tensor(updates)
+    return split_widest(rows, torch.tensor(labels), keys_of(len(rows)), num_clusters, RNG, **more)
+
+
+def test_the_cluster_that_pulls_apart_is_split():
+    # Cluster 0 has large updates that agree but for noise, cluster 1 small ones in two directions.
+    agree = [[90.0, 1.0], [91.0, 0.0], [90.0, -1.0], [89.0, 0.0]]
+    apart = [[1.0, 0.0], [1.1, 0.0], [-1.0, 0.0], [-1.1, 0.0]]
+    wide, half = split(agree + apart, [0] * 4 + [1] * 4)
+    assert wide == 1
+    assert half.tolist() in ([True, True, False, False], [False, False, True, True])
+
+
+def test_the_smaller_part_leaves():
+    wide, half = split([[1.0], [-1.0], [1.2], [1.1], [-1.1], [0.9]], [0] * 6)
+    assert (wide, half.tolist()) == (0, [False, True, False, False, True, False])
+
+
+def test_the_larger_of_two_clusters_that_pull_apart_alike_is_split():
+    apart = [[1.0], [1.0], [-1.0], [-1.0]]
+    assert split(apart + apart + apart, [0] * 4 + [1] * 8)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("updates", "labels", "reason"),
+    [
+        ([[1.0], [-1.0], [1.0]], [0, 0, 0], "fewer than two twos"),
+        ([[1.0], [1.0], [1.0], [1.0]], [0, 0, 0, 0], "all the same"),
+        ([[9.0], [1.0], [1.1], [1.2]], [0, 0, 0, 0], "one against the rest"),
+        ([[1.0], [1.0], [-1.0], [-1.0]], [0, 0, 1, 1], "each too small"),
+    ],
+)
+def test_what_is_not_split(updates, labels, reason):
+    assert split(updates, labels) is None, reason
+
+
+def test_the_order_of_clients_does_not_matter_to_the_split():
+    updates = RNG.at("updates").normal(12, 3)
+    order = RNG.at("order").permutation(12)
+    labels = torch.arange(12) % 2
+    wide, half = split_widest(updates, labels, keys_of(12), 2, RNG)
+    again, other = split_widest(updates[order], labels[order], keys_of(12)[order], 2, RNG)
+    leaving = (labels == wide).nonzero().flatten()[half]
+    assert again == wide
+    assert set(order[labels[order] == wide][other].tolist()) == set(leaving.tolist())
+
+
+# ---- the guard ----
+
+SIX = [[4.0, 1.0], [4.0, 1.5], [4.0, 2.0], [-4.0, 1.0], [-4.0, 1.25], [-4.0, 1.5]]
+
+
+def emptied(round=3, respond=None, **settings):
+    """Two kinds of clients in cluster 0; cluster 1 is far from all of them."""
+    method = Nearest(num_clusters=2, **settings)
+    engine = engine_of(respond or at_home(SIX), 6, round)
+    return method, engine, state_of(method, engine, [[0.0, 0.0], [0.0, 90.0]], [0] * 6)
+
+
+def test_an_empty_cluster_gets_half_of_the_widest():
+    method, engine, state = emptied()
+    after = method.round(state, engine, engine.everyone(), RNG)
+    a, b = int(after.labels[0]), int(after.labels[3])
+    assert after.labels.tolist() == [a, a, a, b, b, b]
+    assert {a, b} == {0, 1}
+    # The mean of each half's models, to the last bit.
+    assert after.centers[a].tolist() == [4.0, 1.5]
+    assert after.centers[b].tolist() == [-4.0, 1.25]
+    assert after.repairs == [
+        {"round": 3, "cluster": 1, "reason": "cluster 1 was empty: cluster 0 was split into 3 and 3 clients"}
+    ]
+    assert after.mended_in == 3
+
+
+def test_a_repair_is_weighted_as_the_round_is():
+    method, engine, state = emptied(weighting="samples")
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert after.centers[int(after.labels[0])].tolist() == pytest.approx([4.0, (1 * 1.0 + 2 * 1.5 + 3 * 2.0) / 6])
+
+
+def test_the_traffic_of_a_repair_is_in_its_own_phase():
+    method, engine, state = emptied()
+    method.round(state, engine, engine.everyone(), RNG)
+    totals = engine.ledger.totals()
+    one = {"down": 6 * 8, "up": 6 * 8, "scalars": 6 * 8}  # models of two floats, and a number of samples
+    assert totals["repair"] == one
+    assert {key: totals[key] for key in one} == one
+    assert totals["start"]["up"] == totals["evaluate"]["up"] == 0
+    assert engine.calls == [("train", [0, 1, 2, 3, 4, 5])] * 2
+    assert engine.phase == "round"
+
+
+def test_only_members_of_the_split_cluster_are_asked_again():
+    homes = [*SIX, [0.0, 60.0], [0.0, 61.0]]
+    method = Nearest(num_clusters=3)
+    engine = engine_of(at_home(homes), 8)
+    state = state_of(method, engine, [[0.0, 0.0], [0.0, 900.0], [0.0, 60.0]], [0] * 6 + [2] * 2)
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert engine.calls[1:] == [("train", [0, 1, 2, 3, 4, 5])]
+    assert after.labels[6:].tolist() == [2, 2]
+    assert after.centers[2].tolist() == [0.0, 60.5]
+
+
+def twins(**more):
+    """Clusters 0 and 1 are the same but for noise; cluster 2 has two kinds of clients."""
+    homes = [
+        [0.0, 0.0625],
+        [0.0, 0.0625],
+        [0.0, -0.0625],
+        [0.0, -0.0625],
+        [50.0, 9.0],
+        [50.0, 7.0],
+        [50.0, -9.0],
+        [50.0, -7.0],
+    ]
+    method = Nearest(num_clusters=3, **more)
+    engine = engine_of(at_home(homes), 8)
+    centers = [[0.0, 0.0625], [0.0, -0.0625], [50.0, 0.0]]
+    return method, engine, state_of(method, engine, centers, [0, 0, 1, 1, 2, 2, 2, 2])
+
+
+def test_of_two_clusters_that_are_the_same_one_is_freed():
+    method, engine, state = twins()
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert after.labels[:4].tolist() == [0, 0, 0, 0]
+    a, b = int(after.labels[4]), int(after.labels[6])
+    assert after.labels[4:].tolist() == [a, a, b, b]
+    assert {a, b} == {1, 2}
+    assert after.centers[a].tolist() == [50.0, 8.0]
+    assert after.centers[b].tolist() == [50.0, -8.0]
+    assert after.repairs == [
+        {"round": 1, "cluster": 1, "reason": "clusters 0 and 1 were the same: cluster 2 was split into 2 and 2 clients"}
+    ]
+
+
+def test_clusters_that_are_apart_by_a_typical_update_are_left_alone():
+    method, engine, state = twins()
+    near = replace(state, centers=torch.tensor([[0.0, 2.0], [0.0, -2.0], [50.0, 0.0]]))
+    homes = [[0.0, 2.0], [0.0, 2.0], [0.0, -2.0], [0.0, -2.0], [50.0, 9.0], [50.0, 7.0], [50.0, -9.0], [50.0, -7.0]]
+    engine = engine_of(at_home(homes), 8)
+    after = method.round(near, engine, engine.everyone(), RNG)
+    assert after.repairs == []
+    assert torch.equal(after.labels, state.labels)
+    assert len(engine.calls) == 1
+
+
+def test_no_repair_within_two_rounds_of_the_last():
+    for last, is_due in ((3, False), (2, False), (1, True), (-2, True)):
+        method, engine, state = emptied(round=3)
+        after = method.round(replace(state, mended_in=last), engine, engine.everyone(), RNG)
+        assert bool(after.repairs) == is_due
+        assert after.mended_in == (3 if is_due else last)
+        assert ("repair/train" in engine.ledger.entries) == is_due
+
+
+def test_a_repair_is_added_to_those_before():
+    method, engine, state = emptied(round=9)
+    old = {"round": 2, "cluster": 0, "reason": "x"}
+    after = method.round(replace(state, repairs=[old], mended_in=2), engine, engine.everyone(), RNG)
+    assert [repair["round"] for repair in after.repairs] == [2, 9]
+    assert state.repairs == []
+
+
+@pytest.mark.parametrize("broken", [emptied, twins])
+def test_without_the_guard_nothing_is_repaired(broken):
+    method, engine, state = broken(guard=False)
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert after.repairs == []
+    assert torch.equal(after.labels, state.labels)
+    assert "repair/train" not in engine.ledger.entries
+    if broken is emptied:
+        assert torch.equal(after.centers[1], state.centers[1])
+
+
+def test_what_cannot_be_split_is_left_as_it_is():
+    """All members want the same: there is nothing to give to the empty cluster."""
+    method, engine, state = emptied(respond=at_home([[1.0, 1.0]] * 6))
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert after.repairs == []
+    assert after.labels.tolist() == [0] * 6
+    assert torch.equal(after.centers[1], state.centers[1])
+
+
+def test_one_cluster_is_never_repaired():
+    method = Nearest(num_clusters=1)
+    engine = engine_of(at_home(SIX), 6)
+    after = method.round(state_of(method, engine, [[0.0, 0.0]], [0] * 6), engine, engine.everyone(), RNG)
+    assert after.repairs == []
+
+
+def test_the_guard_has_nothing_to_look_at_where_nobody_answered():
+    method, engine, state = emptied()
+    assert mend(method, state, state, engine, Watch(engine, True), RNG) is state
+
+
+def test_absent_clients_are_not_split():
+    method, engine, state = emptied()
+    present = torch.tensor([0, 1, 3, 4])
+    after = method.round(state, engine, present, RNG)
+    assert after.labels[[2, 5]].tolist() == [0, 0]
+    assert after.labels[0] == after.labels[1] != after.labels[3] == after.labels[4]
+    assert after.centers[1].tolist() in ([4.0, 1.25], [-4.0, 1.125])
+
+
+def test_clients_met_in_the_round_of_a_repair_move_no_center():
+    """They trained from the common start: their updates say nothing about how a cluster pulls apart."""
+    method, engine, state = emptied()
+    state = replace(state, labels=torch.tensor([0, 0, 0, 0, 0, -1]), centers=state.centers + torch.tensor([0.0, 1.0]))
+    homes = [[4.0, 1.0], [4.0, 1.5], [-4.0, 1.0], [-4.0, 1.25], [-4.0, 1.5], [-4.0, 9.0]]
+    engine = engine_of(at_home(homes), 6, round=3)
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert after.repairs[0]["reason"].endswith("was split into 3 and 2 clients")
+    assert after.centers[int(after.labels[0])].tolist() == [4.0, 1.25]
+    assert after.centers[int(after.labels[2])].tolist() == [-4.0, 1.25]
+
+
+# ---- on data ----
+
+
+def shuffled(federation):
+    """The same clients and training samples; true groups and test shards are exchanged at random."""
+    order = Rng.seed(5).permutation(len(federation))
+    test = Split.of([federation.test.rows(i) for i in order.tolist()])
+    y = federation.y.clone()
+    rows = federation.test.index
+    y[rows] = y[rows[Rng.seed(6).permutation(len(rows))]]
+    return replace(federation, groups=federation.groups[order], test=test, y=y)
+
+
+def broken(name, federation=None, init="warm", **settings):
+    """A run that has started, and in which cluster 1 has lost all its clients."""
+    cls = algorithms()[name]
+    small = {"iterations": 5, "pseudo_samples": 3} if name == "md_icfl" else {}
+    init = "random" if init == "paper" and "random" in str(fields_of(cls)["init"].kind) else init
+    method = cls(num_clusters=2, init=init, **small | settings)
+    federation = federation or ragged_federation(14, reserve=reserved_for(method))
+    trainer = trainer_of(setup_of(method, federation, schedule=Schedule(rounds=4)))
+    trainer._start()
+    centers = trainer.state.centers.clone()
+    centers[1] = 100 * trainer._rng.at("far").normal(centers.shape[1])  # nobody is near it
+    trainer.state = replace(trainer.state, centers=centers, labels=trainer.state.labels.clamp_max(0))
+    return trainer
+
+
+@pytest.mark.parametrize("init", ["warm", "paper"])
+@pytest.mark.parametrize("name", CENTERED)
+def test_start_and_guard_see_neither_true_groups_nor_test_data(name, init):
+    one = broken(name, init=init)
+    other = broken(name, shuffled(one.federation), init=init)
+    one.run()
+    other.run()
+    for key in ("state", "plain", "memory", "labels"):
+        assert_same(outcome(one)[key], outcome(other)[key])
+    assert one.state.repairs  # what was compared has a repair in it
+    assert one.progress.rows[-1]["accuracy"] != other.progress.rows[-1]["accuracy"]
+
+
+@pytest.mark.parametrize("name", [name for name in CENTERED if name != "fesem_ma"])  # its means are matched ones
+def test_a_repaired_center_is_the_mean_of_what_its_members_made_in_the_round(name):
+    """The second training is the first one again."""
+    trainer = broken(name, weighting="equal")
+    call, made = trainer.engine.call, {}
+
+    def recorded(step, cohort, **more):
+        for chunk in call(step, cohort, **more):
+            if trainer.engine.phase == "round" and "params" in chunk.answer:
+                made.update(zip(chunk.clients.tolist(), chunk.answer.params, strict=True))
+            yield chunk
+
+    trainer.engine.call = recorded
+    trainer._round(1)
+    assert [(repair["round"], repair["cluster"]) for repair in trainer.state.repairs] == [(1, 1)]
+    for k in range(2):
+        members = (trainer.state.labels == k).nonzero().flatten().tolist()
+        mean = torch.stack([made[i] for i in members]).mean(0)
+        assert torch.allclose(trainer.state.centers[k], mean, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CENTERED)
+def test_a_repair_is_told_in_its_round_and_in_the_summary(name):
+    trainer = broken(name)
+    trainer.run()
+    assert trainer.progress.rows[0]["repairs"][0]["reason"].startswith("cluster 1 was empty: cluster 0 was split into")
+    told = [repair for row in trainer.progress.rows for repair in row["repairs"]]
+    assert trainer.summary()["repairs"] == trainer.state.repairs == told
+    assert trainer.summary()["bytes"]["repair"]["up"] > 0
+
+
+@pytest.mark.parametrize("name", CENTERED)
+def test_the_guard_can_be_switched_off(name):
+    trainer = broken(name, guard=False)
+    trainer.run()
+    assert trainer.state.repairs == []
+    assert trainer.summary()["bytes"]["repair"] == {"down": 0, "up": 0, "scalars": 0}
+    assert set(trainer.progress.labels[-1]) == {0}

@@ -1,0 +1,62 @@
+"""The benchmark itself: both ways do the same work, and the table says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from coterie.runs import bench
+from coterie.runs.bench import Bench, Workload
+
+SMALL = {
+    "mclr": Workload("mclr", (1, 4, 4), 5, 2, 6, 3),
+    "lenet": Workload("lenet", (1, 12, 12), 4, 2, 3, 2, momentum=0.0),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_both_ways_train_the_same_models(name):
+    made = Bench(SMALL[name], "cpu", precision="float64")
+    assert made.difference() < 1e-4  # the plain loop is in float32
+    row = made.run(repeats=1)
+    assert row["ratio"] == pytest.approx(row["plain_us"] / row["ours_us"], rel=0.1)
+    assert row["plan"]["plan"] in ("native", "layers", "layers+workers", "stacked", "loop")
+
+
+def test_a_way_that_is_wrong_would_show():
+    made = Bench(SMALL["mclr"], "cpu")
+    made._orders = lambda count: made.federation.train.sizes.new_tensor([range(10)] * count)  # other batches
+    made._plain = made._make_plain()
+    assert made.difference() > 1e-3
+
+
+def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
+    from coterie.cli.bench import bench as command
+
+    monkeypatch.setattr(bench, "CPU_WORKLOADS", SMALL)
+    command(["mclr"], None, "1", "cpu", None, True, False)
+    found = json.loads(capsys.readouterr().out)
+    assert [row["workload"] for row in found["rows"]] == ["mclr"]
+    assert found["machine"]["threads"] >= 1
+    command(None, "4", "1", "cpu", ["engine.plan=stacked"], False, True)
+    shown = capsys.readouterr().out
+    assert "mclr" in shown
+    assert "lenet" in shown
+    assert "stacked, float32" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (([], None, "0", "cpu"), "--repeats must be an int >= 1"),
+        (([], "0", "1", "cpu"), "--clients must be an int >= 1"),
+        ((["mcrl"], None, "1", "cpu"), "Did you mean 'mclr'"),
+    ],
+)
+def test_wrong_input_is_told_in_a_sentence(arguments, said):
+    from coterie.cli.bench import bench as command
+    from coterie.errors import CoterieError
+
+    with pytest.raises(CoterieError, match=said):
+        command(*arguments, None, False, True)

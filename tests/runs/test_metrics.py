@@ -1,0 +1,144 @@
+"""Numbers of a round: against scikit-learn, and by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn import metrics as sklearn
+
+from coterie.runs.metrics import (
+    adjusted_rand,
+    agreement,
+    best_rounds,
+    churn,
+    cluster_sizes,
+    contingency,
+    evaluation,
+    fairness,
+    normalized_mutual_information,
+    purity,
+    spread,
+)
+
+partitions = st.integers(1, 40).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.integers(0, 5), min_size=n, max_size=n), st.lists(st.integers(3, 7), min_size=n, max_size=n)
+    )
+)
+
+
+def arrays(pair):
+    return np.array(pair[0]), np.array(pair[1])
+
+
+@given(partitions)
+@settings(max_examples=100, deadline=None)
+def test_agreement_is_scikit_learns(pair):
+    labels, groups = arrays(pair)
+    assert adjusted_rand(labels, groups) == pytest.approx(sklearn.adjusted_rand_score(groups, labels), abs=1e-12)
+    nmi = sklearn.normalized_mutual_info_score(groups, labels)
+    assert normalized_mutual_information(labels, groups) == pytest.approx(nmi, abs=1e-9)
+    table = sklearn.cluster.contingency_matrix(groups, labels)
+    assert purity(labels, groups) == pytest.approx(table.max(0).sum() / table.sum(), abs=1e-12)
+    np.testing.assert_array_equal(contingency(labels, groups), table.T)
+
+
+@given(partitions)
+@settings(max_examples=50, deadline=None)
+def test_agreement_is_within_its_bounds(pair):
+    labels, groups = arrays(pair)
+    found = agreement(labels, groups)
+    assert -0.5 <= found["ari"] <= 1.0
+    assert 0.0 <= found["nmi"] <= 1.0
+    assert 0.0 < found["purity"] <= 1.0
+
+
+@given(partitions)
+@settings(max_examples=30, deadline=None)
+def test_a_partition_agrees_with_itself_under_other_names(pair):
+    _, groups = arrays(pair)
+    assert agreement(11 - groups, groups) == pytest.approx({"ari": 1.0, "nmi": 1.0, "purity": 1.0})
+
+
+def test_agreement_by_hand():
+    labels, groups = np.array([0, 0, 0, 1, 1, 1]), np.array([0, 0, 1, 1, 1, 1])
+    # pairs together in both: 1 + 3 = 4; by cluster 6, by group 1 + 6 = 7, expected 6 * 7 / 15
+    assert adjusted_rand(labels, groups) == pytest.approx((4 - 2.8) / (6.5 - 2.8))
+    assert purity(labels, groups) == pytest.approx(5 / 6)
+
+
+def test_agreement_leaves_out_clients_not_met_yet():
+    labels, groups = np.array([0, -1, 1, -1, 1]), np.array([3, 3, 4, 4, 4])
+    assert agreement(labels, groups) == {"ari": 1.0, "nmi": 1.0, "purity": 1.0}
+
+
+def test_agreement_without_groups_or_without_clients():
+    nothing = {"ari": None, "nmi": None, "purity": None}
+    assert agreement(np.array([0, 1]), None) == nothing
+    assert agreement(np.array([-1, -1]), np.array([0, 1])) == nothing
+
+
+def test_spread_weighs_by_samples_and_leaves_out_clients_without():
+    values, samples = np.array([1.0, 0.5, 123.0]), np.array([1, 3, 0])
+    assert spread(values, samples) == {"micro": 0.625, "macro": 0.75}
+    assert spread(values, np.zeros(3, dtype=int)) is None
+
+
+def test_fairness_is_of_the_worst_clients():
+    accuracy = np.array([0.9, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0] * 2)
+    found = fairness(accuracy, np.ones(20, dtype=int))
+    assert found["bottom5"] == pytest.approx((0.1 + 0.1 + 0.2 + 0.2 + 0.3) / 5)
+    assert found["worst_decile"] == pytest.approx(0.1)  # two of twenty
+
+
+def test_fairness_of_few_clients():
+    assert fairness(np.array([0.5, 1.0]), np.array([1, 1])) == {"bottom5": 0.75, "worst_decile": 0.5}
+
+
+def test_fairness_leaves_out_clients_without_samples():
+    assert fairness(np.array([0.0, 0.5]), np.array([0, 4])) == {"bottom5": 0.5, "worst_decile": 0.5}
+
+
+def test_best_rounds_are_the_five_best():
+    assert best_rounds([0.1, 0.9, 0.2, 0.8, 0.7, 0.6, 0.5]) == pytest.approx(0.7)
+    assert best_rounds([0.25, 0.75]) == 0.5
+    assert best_rounds([]) is None
+
+
+def test_churn_is_of_clients_met_before():
+    before, after = np.array([0, 1, -1, 2]), np.array([0, 2, 1, 2])
+    assert churn(before, after) == pytest.approx(1 / 3)
+    assert churn(np.array([-1, -1]), np.array([0, 1])) == 0.0
+    assert churn(before, before) == 0.0
+
+
+def test_cluster_sizes_count_empty_ones_and_leave_out_the_unmet():
+    assert cluster_sizes(np.array([0, 2, 2, -1]), 4) == [1, 0, 2, 0]
+    assert cluster_sizes(np.array([-1, -1]), 2) == [0, 0]
+    assert cluster_sizes(np.array([-1]), 0) == []
+
+
+def test_evaluation_of_classes():
+    scores = {
+        "samples": np.array([1.0, 3.0, 0.0]),
+        "loss": np.array([2.0, 1.0, 0.0]),
+        "accuracy": np.array([1.0, 0.5, 0.0]),
+        "f1": np.array([1.0, 0.25, 0.0]),
+    }
+    assert evaluation(scores) == {
+        "accuracy": {"micro": 0.625, "macro": 0.75, "bottom5": 0.75, "worst_decile": 0.5},
+        "f1": {"micro": 0.4375, "macro": 0.625},
+        "loss": {"micro": 1.25, "macro": 1.5},
+    }
+
+
+def test_evaluation_of_a_regression_has_a_loss_only():
+    found = evaluation({"samples": np.array([1, 1]), "loss": np.array([2.0, 4.0])})
+    assert found == {"accuracy": None, "f1": None, "loss": {"micro": 3.0, "macro": 3.0}}
+
+
+def test_evaluation_of_nothing():
+    nothing = {name: np.zeros(2) for name in ("samples", "loss", "accuracy", "f1")}
+    assert evaluation(nothing) == {"accuracy": None, "f1": None, "loss": None}

@@ -1,0 +1,188 @@
+"""Clients that do not answer: every method gets through, and nothing of theirs changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from coterie.runs.execution import execute
+from coterie.errors import ConfigError
+from coterie.methods.base import Algorithm, algorithms
+from coterie.methods.fedavg import FedAvg
+from coterie.methods.fesem import FeSEM
+from coterie.methods.local import Local
+from coterie.methods.md_icfl import MDICFL
+from coterie.runs.folder import RunFolder
+from coterie.runs.loop import Schedule
+from coterie.settings import fields_of
+from tests.helpers import assert_same, finished, outcome, ragged_federation, setup_of, trainer_of
+
+METHODS = sorted(algorithms())
+SMALL = {"num_clusters": 2, "iterations": 3, "pseudo_samples": 2, "indicators": 2}
+LATE = "did not answer (simulated)"
+FEDERATION = ragged_federation(reserve=2)
+
+
+def make(name: str, **values: Any) -> Algorithm:
+    """The method, two clusters, and little work on the server."""
+    cls = algorithms()[name]
+    return cls(**{key: value for key, value in SMALL.items() if key in fields_of(cls)} | values)
+
+
+def half(dropout: float, rounds: int = 4, **more: Any) -> Schedule:
+    return Schedule(rounds=rounds, participation=0.5, dropout=dropout, **more)
+
+
+@pytest.mark.parametrize("name", METHODS)
+class TestEveryMethod:
+    def test_gets_through_with_half_of_the_clients_and_stragglers(self, name):
+        trainer = finished(setup_of(make(name), FEDERATION, schedule=half(0.3)))
+        summary = trainer.summary()
+        assert summary["rounds"] == 4
+        assert summary["failures"] == len(trainer.engine.failures) > 0
+        assert {failure.reason for failure in trainer.engine.failures} == {LATE}
+        assert bool(torch.isfinite(trainer.state.centers).all())
+        clusters = trainer.state.num_clusters or trainer.engine.num_clients
+        assert bool(((trainer.state.labels >= -1) & (trainer.state.labels < clusters)).all())
+
+    def test_the_same_clients_fail_on_both_engines(self, name):
+        loop = finished(setup_of(make(name), FEDERATION, schedule=half(0.3, 2), engine="loop"))
+        fast = finished(setup_of(make(name), FEDERATION, schedule=half(0.3, 2)))
+
+        def failed(trainer: Any) -> list[Any]:
+            return sorted(tuple(vars(failure).values()) for failure in trainer.engine.failures)
+
+        assert failed(loop) == failed(fast)
+        one, other = outcome(loop), outcome(fast)
+        assert one["labels"] == other["labels"]
+        assert one["ledger"] == other["ledger"]
+        assert_same(one["state"], other["state"], exact=False, tolerance=1e-9)
+
+    def test_a_round_that_nobody_answers_changes_nothing(self, name):
+        trainer = trainer_of(setup_of(make(name, **_unguarded(name)), FEDERATION))
+        trainer._start()
+        trainer._round(1)
+        before, memory = trainer.state, {k: v.clone() for k, v in trainer.engine.memory_tensors().items()}
+        trainer.engine.dropout = 1.0
+        trainer._round(2)
+        assert torch.equal(trainer.state.labels, before.labels)
+        assert torch.equal(trainer.state.centers, before.centers)
+        assert_same(trainer.engine.memory_tensors(), memory)
+        assert trainer.progress.rows[-1]["failures"] >= len(trainer.federation)
+        trainer.engine.dropout = 0.0
+        trainer._round(3)
+        assert trainer.progress.rows[-1]["failures"] == 0
+        assert trainer.summary()["clients_met"] == len(trainer.federation)
+
+    def test_gets_through_if_nobody_ever_answers(self, name):
+        trainer = trainer_of(setup_of(make(name), FEDERATION, schedule=half(0.0, 2)))
+        trainer.engine.dropout = 1.0
+        trainer.run()
+        assert bool(torch.isfinite(trainer.state.centers).all())
+        assert not any("lr too large" in note for note in trainer.engine.notes)
+
+    def test_resumed_equals_uninterrupted(self, name, tmp_path):
+        whole = finished(setup_of(make(name), FEDERATION, schedule=half(0.3, 3)))
+        folder = RunFolder.create(tmp_path, "run", "", {"run": {}})
+        trainer_of(setup_of(make(name), FEDERATION, schedule=half(0.3, 1)), folder).run()
+        rest = trainer_of(setup_of(make(name), FEDERATION, schedule=half(0.3, 3)), folder)
+        checkpoint, _ = folder.load_checkpoint()
+        assert checkpoint is not None
+        rest.restore(checkpoint)
+        rest.run()
+        folder.unlock()
+        assert_same(outcome(whole), outcome(rest))
+        assert whole.engine.failures == rest.engine.failures
+
+
+def _unguarded(name: str) -> dict[str, Any]:
+    return {"guard": False} if "guard" in fields_of(algorithms()[name]) else {}
+
+
+def test_a_client_that_fails_keeps_its_label_and_its_memory():
+    trainer = trainer_of(setup_of(Local(), FEDERATION, schedule=Schedule(rounds=2, dropout=0.5)))
+    trainer._start()
+    trainer._round(1)
+    first = {failure.client for failure in trainer.engine.failures}
+    assert 0 < len(first) < len(FEDERATION)
+    for client, name in enumerate(FEDERATION.names):
+        assert (int(trainer.state.labels[client]) == -1) == (name in first)
+        assert bool(trainer.engine.memory_tensors()["present.model"][client]) == (name not in first)
+
+
+def test_the_share_is_the_one_asked_for_and_changes_by_round():
+    trainer = finished(setup_of(FedAvg(), FEDERATION, schedule=Schedule(rounds=30, dropout=0.3)))
+    failures = trainer.engine.failures
+    assert 0.2 < len(failures) / (30 * len(FEDERATION)) < 0.4
+    by_round = [frozenset(f.client for f in failures if f.round == number) for number in range(1, 31)]
+    assert len(set(by_round)) > 10
+    assert sum(row["failures"] for row in trainer.progress.rows) == len(failures)
+
+
+def test_stragglers_get_the_model_and_send_nothing():
+    all_there = finished(setup_of(FedAvg(), FEDERATION)).engine.ledger.totals()
+    trainer = finished(setup_of(FedAvg(), FEDERATION, schedule=Schedule(rounds=3, dropout=0.3)))
+    some_late = trainer.engine.ledger.totals()
+    assert some_late["down"] == all_there["down"]
+    answered = 3 * len(FEDERATION) - len(trainer.engine.failures)
+    assert some_late["up"] * 3 * len(FEDERATION) == all_there["up"] * answered
+
+
+def test_the_mean_is_over_those_who_answer():
+    late = trainer_of(setup_of(FedAvg(), FEDERATION, schedule=Schedule(rounds=1, dropout=0.4)))
+    late.run()
+    failed = {failure.client for failure in late.engine.failures}
+    there = torch.tensor([i for i, name in enumerate(FEDERATION.names) if name not in failed])
+    other = trainer_of(setup_of(FedAvg(), FEDERATION))
+    other._start()
+    other.engine.begin(1, "round")
+    rng = other._rng.at("round", 1).at("work")
+    after = other.algorithm.round(other.state, other.engine, there, rng)
+    assert torch.allclose(after.centers, late.state.centers, atol=1e-12)
+
+
+def test_evaluation_and_repair_always_get_an_answer():
+    trainer = trainer_of(setup_of(FeSEM(num_clusters=2), FEDERATION))
+    trainer.engine.dropout = 1.0
+    for phase, late in (("start", True), ("round", True), ("repair", False), ("evaluate", False)):
+        trainer.engine.begin(1, phase)
+        assert bool(trainer.engine.is_late("step", trainer.engine.everyone()).all()) == late
+
+
+def test_a_second_question_that_fails_keeps_the_old_label():
+    method = MDICFL(num_clusters=2, privacy="strong", iterations=3, pseudo_samples=2, guard=False)
+    trainer = trainer_of(setup_of(method, FEDERATION, schedule=Schedule(rounds=3, dropout=0.4)))
+    trainer._start()
+    # Everyone is in the wrong cluster: who answers both questions goes home, and nobody else moves.
+    right = finished(setup_of(method, FEDERATION, schedule=Schedule(rounds=1))).state
+    everyone = 1 - right.labels
+    trainer.state = replace(trainer.state, centers=right.centers, labels=everyone)
+    trainer._round(1)
+    failed = {
+        kind: {f.client for f in trainer.engine.failures if f.round == 1 and kind in f.step}
+        for kind in ("train_only", "nearest")
+    }
+    assert failed["nearest"]
+    assert not failed["nearest"] & failed["train_only"]  # nobody is asked the second who did not answer the first
+    silent = torch.tensor([name in failed["nearest"] | failed["train_only"] for name in FEDERATION.names])
+    assert torch.equal(trainer.state.labels[silent], everyone[silent])
+    assert bool((trainer.state.labels[~silent] != everyone[~silent]).any())
+
+
+def test_a_run_counts_its_failures(tmp_path):
+    setup = setup_of(FedAvg(), FEDERATION, schedule=Schedule(rounds=3, dropout=0.3))
+    folder = RunFolder.create(tmp_path, "run", "", setup.tables())
+    summary = execute(setup, folder).summary
+    written = folder.read_json("artifacts/failures.json")
+    assert summary["failures"] == len(written) > 0
+    assert written[0]["reason"] == LATE
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0, 2.0])
+@pytest.mark.parametrize("field", ["dropout", "unseen"])
+def test_shares_out_of_range_are_refused(field, value):
+    with pytest.raises(ConfigError, match=f"{field} of Schedule must be a number >= 0 and < 1. Got {value}"):
+        finished(setup_of(FedAvg(), FEDERATION, schedule=Schedule(**{field: value})))
