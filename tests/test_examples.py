@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from inspect import ismodule
 from pathlib import Path
 
 import pytest
