@@ -133,14 +133,15 @@ def test_far_too_large_answers_are_left_out_and_named():
     trainer = trainer_of(run)
     trainer._start()
     engine = trainer.engine
-    checked = engine._checked
+    ask = engine.ask
 
-    def grow(step, clients, positions, answer, lengths=None):
-        if "params" in answer:
-            answer["params"][clients == 2] *= 1e6
-        return checked(step, clients, positions, answer, lengths)
+    def grow(request, positions):
+        for reply in ask(request, positions):
+            if "params" in reply.answer:
+                reply.answer["params"][request.cohort[reply.positions] == 2] *= 1e6
+            yield reply
 
-    engine._checked = grow
+    engine.ask = grow
     trainer._round(1)
     (failure,) = engine.failures
     assert failure.client == trainer.federation.names[2]

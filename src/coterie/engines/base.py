@@ -1,30 +1,36 @@
-"""Engines carry: the contract between an algorithm and whatever runs its clients.
+"""The contract between a method and whatever runs its clients.
 
-An algorithm asks with one verb, `engine.call(step, cohort, ...)`, and reads the answers chunk by chunk. It
-does not know whether clients are rows of a tensor or machines far away.
+A method makes one kind of request, `engine.call(step, cohort, ...)`, and reads the answers chunk by chunk. It does not
+know whether clients are rows of a tensor or machines far away. `call` is written once, here: the ledger, simulated
+dropout and attacks, checks of the answers, failures. An engine implements `ask`: how clients do a step.
 """
 
 from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from coterie.client.block import Answer, ClientStep, Task
+from coterie.client.block import Answer, ClientStep, Models, Task, step_name
 from coterie.client.work import SGD
 from coterie.data.federation import Federation
 from coterie.engines.attacks import Attack
 from coterie.engines.forward import Forward
 from coterie.engines.ledger import Ledger, Phase
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, EngineError
 from coterie.nets.flat import Network
 from coterie.randomness import Rng, uniform
 
+log = logging.getLogger("coterie.engines")
+
+LATE = "did not answer (simulated)"
 _LARGE = 100.0  # times the length of the model that was sent: longer answers are refused
 
 
@@ -46,6 +52,41 @@ class Chunk:
     positions: Tensor  # int64 [c] places in the cohort, on the CPU
     answer: Answer  # tensors [c, ...] on the engine's device
     failed: tuple[Failure, ...] = ()  # those of this chunk
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call, as an engine's `ask` gets it."""
+
+    step: ClientStep
+    cohort: Tensor  # int64 [C] client ids
+    rng: Rng
+    work: SGD
+    models: Tensor | None = None  # [M, P]
+    refs: Tensor | None = None  # rows of `models`: [C] or [C, m]
+    payload: Mapping[str, Tensor] = field(default_factory=dict)  # the same for all clients
+    each: Mapping[str, Tensor] = field(default_factory=dict)  # one row [C, ...] per client
+
+    @property
+    def name(self) -> str:
+        """The name of the step on the wire."""
+        return step_name(self.step)
+
+    def sent(self, positions: Tensor, device: torch.device) -> Models | None:
+        """The models that the clients at these positions of the cohort get."""
+        if self.models is None or self.refs is None:
+            return None
+        return Models(self.models, self.refs[positions].to(device))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What `ask` yields: the answers of some clients, and those that failed."""
+
+    positions: Tensor  # int64 [c] places in the cohort, on the CPU
+    answer: Answer  # tensors [c, ...] on the engine's device
+    failed: tuple[tuple[int, str], ...] = ()  # position, reason
+    gradients: int = 0  # gradients of single samples that were computed
 
 
 class Engine(abc.ABC):
@@ -81,7 +122,6 @@ class Engine(abc.ABC):
     def dtype(self) -> torch.dtype:
         """The float type of models."""
 
-    @abc.abstractmethod
     def call(
         self,
         step: ClientStep,
@@ -94,12 +134,89 @@ class Engine(abc.ABC):
         each: Mapping[str, Tensor] | None = None,
         work: SGD | None = None,
     ) -> Iterator[Chunk]:
-        """Let every client of `cohort` (ids [C]) do `step`, and give the answers as they come.
+        """Let every client of `cohort` (ids [C]) do `step`, and yield the answers as they come.
 
         `models` is a table [M, P]; `refs` says which rows a client gets: [C] one each, [C, m] several.
         `payload` is the same small tensors for all, `each` has one row [C, ...] per client.
         Equal `rng` means equal randomness: the same call again gives the same answers.
         """
+        if (models is None) != (refs is None):
+            raise ConfigError("models and refs go together: a table [M, P] and the rows each client gets.")
+        work = work or self.task.work
+        request = Request(step, cohort, rng, work, models, refs, dict(payload or {}), dict(each or {}))
+        self._record_sent(request)
+        # Late clients have received what was sent. They fail before they work, so their memory stays as it was.
+        late = self.is_late(request.name, cohort)
+        failed = [self._fail(request, position, LATE) for position in late.nonzero().flatten().tolist()]
+        lengths = None if models is None else torch.linalg.vector_norm(models, dim=1)  # [M]
+        answered = False
+        for reply in self._timed(request, (~late).nonzero().flatten()):
+            self.ledger.record_work(self.phase, request.name, reply.gradients)
+            failed += [self._fail(request, position, reason) for position, reason in reply.failed]
+            if not len(reply.positions):
+                continue
+            chunk = self._accepted(request, reply, lengths, failed)
+            if len(chunk.clients):
+                answered, failed = True, []
+                self.ledger.record_up(self.phase, request.name, chunk.answer.values())
+                yield chunk
+        if len(cohort) and not answered:
+            self._note_total_failure(request, failed)
+
+    @abc.abstractmethod
+    def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:
+        """Let the clients at these positions of the cohort do the step; yield replies in a fixed order."""
+
+    def _record_sent(self, request: Request) -> None:
+        self.ledger.record_down(
+            *(self.phase, request.name, request.cohort, self.num_clients),
+            *(request.models, request.refs, request.payload, request.each),
+        )
+
+    def _timed(self, request: Request, positions: Tensor) -> Iterator[Reply]:
+        """The replies; the time until each arrives is the clients', the rest of a round is the server's."""
+        replies = self.ask(request, positions) if len(positions) else iter(())
+        while True:
+            began = time.perf_counter()
+            reply = next(replies, None)
+            self.client_seconds += time.perf_counter() - began
+            if reply is None:
+                return
+            yield reply
+
+    def _accepted(self, request: Request, reply: Reply, lengths: Tensor | None, failed: list[Failure]) -> Chunk:
+        """The usable answers of a reply, after simulated attacks; the others join `failed`."""
+        positions, answer = reply.positions, reply.answer
+        clients = request.cohort[positions]
+        sent = request.sent(positions, self.device)
+        if self.attack is not None and self.phase != "evaluate":
+            answer = self.attack.on_answer(answer, clients, self.keys[clients], sent, request.rng)
+        for key, tensor in answer.items():
+            if tensor.shape[:1] != clients.shape:
+                shape = tuple(tensor.shape)
+                raise EngineError(f"{request.name} answered '{key}' of shape {shape} for {len(clients)} clients.")
+        longest = None
+        if lengths is not None and sent is not None:
+            longest = lengths[sent.refs].reshape(len(clients), -1).amax(1)
+        reasons = unusable(answer, len(clients), longest)
+        good = ~torch.stack(list(reasons.values())).any(0)
+        if not bool(good.all()):
+            for why, which in reasons.items():
+                failed += [self._fail(request, position, why) for position in positions[which.cpu()].tolist()]
+            positions, answer = positions[good.cpu()], Answer(**{k: v[good] for k, v in answer.items()})
+        return Chunk(request.cohort[positions], positions, answer, tuple(failed))
+
+    def _fail(self, request: Request, position: int, reason: str) -> Failure:
+        failure = Failure(self.round, self.names[int(request.cohort[position])], request.name, reason)
+        self.failures.append(failure)
+        log.info("round %d: %s failed at %s: %s", self.round, failure.client, plain_name(request.name), reason)
+        return failure
+
+    def _note_total_failure(self, request: Request, failures: Sequence[Failure]) -> None:
+        reason = failures[0].reason if failures else "no answer"
+        hint = "" if reason == LATE else "; is lr too large?"
+        if not any("no client could do" in old for old in self.notes):
+            self.notes.append(f"round {self.round}: no client could do {plain_name(request.name)} ({reason}){hint}")
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -177,6 +294,11 @@ class Engine(abc.ABC):
                 f"{what} needs {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free on {self.device}; "
                 "use fewer clients or a smaller model."
             )
+
+
+def plain_name(step: str) -> str:
+    """The function's name in the name of a step."""
+    return step.rpartition(":")[2]
 
 
 def too_large(length: Tensor, sent: Tensor | None) -> Tensor:

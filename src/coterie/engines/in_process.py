@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -13,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coterie.client.block import Answer, Block, ClientStep, Memory, Models, Task, check_network, step_name
+from coterie.client.block import Answer, Block, Memory, Task, check_network
 from coterie.client.stack import DeviceData, Way
 from coterie.client.work import SGD
 from coterie.data.federation import Federation
-from coterie.engines.base import Chunk, Engine, Failure, available_memory, resolve_device, unusable
+from coterie.engines.base import Engine, Reply, Request, available_memory, plain_name, resolve_device
 from coterie.engines.ledger import Phase
 from coterie.errors import ConfigError, CoterieError, EngineError
 from coterie.nets.flat import Network
@@ -26,7 +25,6 @@ from coterie.settings import build, setting, values_of
 
 _DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
 _DEFAULT_BUDGET_MB = 1024
-_LATE = "did not answer (simulated)"
 
 
 @dataclass(frozen=True)
@@ -80,12 +78,13 @@ def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _joined(chunks: Sequence[Chunk]) -> Chunk:
-    """Several chunks of one call as one."""
-    answer = Answer(**{k: torch.cat([chunk.answer[k] for chunk in chunks]) for k in chunks[0].answer})
-    clients = torch.cat([chunk.clients for chunk in chunks])
-    failed = tuple(failure for chunk in chunks for failure in chunk.failed)
-    return Chunk(clients, torch.cat([chunk.positions for chunk in chunks]), answer, failed)
+def _joined(replies: Sequence[Reply]) -> Reply:
+    """Several replies of one call as one."""
+    good = [reply for reply in replies if len(reply.positions)] or list(replies[:1])
+    answer = Answer(**{k: torch.cat([reply.answer[k] for reply in good]) for k in good[0].answer})
+    failed = tuple(failure for reply in replies for failure in reply.failed)
+    gradients = sum(reply.gradients for reply in replies)
+    return Reply(torch.cat([reply.positions for reply in good]), answer, failed, gradients)
 
 
 class MemoryStore:
@@ -244,147 +243,51 @@ class InProcessEngine(Engine):
         """Put it back."""
         self.memory.load(tensors)
 
-    def call(
-        self,
-        step: ClientStep,
-        cohort: Tensor,
-        *,
-        rng: Rng,
-        models: Tensor | None = None,
-        refs: Tensor | None = None,
-        payload: Mapping[str, Tensor] | None = None,
-        each: Mapping[str, Tensor] | None = None,
-        work: SGD | None = None,
-    ) -> Iterator[Chunk]:
-        """See `Engine.call`."""
-        shared, each, work = dict(payload or {}), dict(each or {}), work or self.task.work
-        if (models is None) != (refs is None):
-            raise ConfigError("models and refs go together: a table [M, P] and the rows each client gets.")
-        name = step_name(step)
-        self.ledger.record_down(self.phase, name, cohort, self.num_clients, models, refs, shared, each)
-        failed_before = len(self.failures)
-        answered = 0
-        is_late = self.is_late(name, cohort)
-        lengths = None if models is None else torch.linalg.vector_norm(models, dim=1)  # [M]
-        for asked in self._chunks(cohort, work):
-            # They have got what was sent, and fail before they work: what they remember stays as it was.
-            late = tuple(self._fail(client, step, _LATE) for client in cohort[asked[is_late[asked]]].tolist())
-            positions = asked[~is_late[asked]]
-            if not len(positions):
-                continue
-            began = time.perf_counter()
-            chunk = self._ask(step, cohort, positions, models, refs, lengths, shared, each, work, rng)
-            chunk = replace(chunk, failed=late + chunk.failed)
-            self.client_seconds += time.perf_counter() - began
-            if len(chunk.clients):
-                self.ledger.record_up(self.phase, name, chunk.answer.values())
-                answered += len(chunk.clients)
-                yield chunk
-        if len(cohort) and not answered:
-            self._note_total_failure(name, self.failures[failed_before:])
+    def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:
+        """A chunk at a time, clients of similar size together so that little is padded."""
+        sizes = self.federation.train.sizes[request.cohort[positions]]
+        order = positions[torch.argsort(sizes, descending=True, stable=True)]
+        for chunk in order.split(min(self.chunk_size(request.work), self._most)):
+            yield self._ask(request, chunk)
 
-    def _chunks(self, cohort: Tensor, work: SGD) -> Iterator[Tensor]:
-        """Positions in the cohort, clients of like size together so that little is padded."""
-        order = torch.argsort(self.federation.train.sizes[cohort], descending=True, stable=True)
-        yield from order.split(min(self.chunk_size(work), self._most))
-
-    def _ask(
-        self,
-        step: ClientStep,
-        cohort: Tensor,
-        positions: Tensor,
-        models: Tensor | None,
-        refs: Tensor | None,
-        lengths: Tensor | None,
-        shared: Mapping[str, Tensor],
-        each: Mapping[str, Tensor],
-        work: SGD,
-        rng: Rng,
-    ) -> Chunk:
-        clients = cohort[positions]
-        block = self.block_of(clients, self.way, rng)
-        sent = None
-        if models is not None and refs is not None:
-            sent = Models(models, refs[positions].to(self._device))
-        own = {key: value[positions.to(value.device)].to(self._device) for key, value in each.items()}
+    def _ask(self, request: Request, positions: Tensor) -> Reply:
+        """One chunk as one block."""
+        block = self.block_of(request.cohort[positions], self.way, request.rng)
+        own = {key: value[positions.to(value.device)].to(self._device) for key, value in request.each.items()}
         try:
             with torch.no_grad(), self.precision():
-                answer = step(block, sent, work, **shared, **own)
+                answer = request.step(
+                    block, request.sent(positions, self._device), request.work, **request.payload, **own
+                )
         except CoterieError:
             raise
         except (torch.OutOfMemoryError, MemoryError) as error:
-            return self._after_running_out(
-                error, step, cohort, positions, models, refs, lengths, shared, each, work, rng
-            )
+            return self._after_running_out(error, request, positions)
         except Exception as error:  # a client's own code may raise anything; it is that client's failure
-            return self._after_exception(error, step, cohort, positions, models, refs, lengths, shared, each, work, rng)
-        self.ledger.record_work(self.phase, step_name(step), block.gradients)
-        if self.attack is not None and self.phase != "evaluate":
-            answer = self.attack.on_answer(answer, clients, self.keys[clients], sent, rng)
-        longest = None
-        if lengths is not None and sent is not None:
-            longest = lengths[sent.refs].reshape(len(clients), -1).amax(1)
-        return self._checked(step, clients, positions, answer, longest)
+            return self._after_exception(error, request, positions)
+        return Reply(positions, answer, gradients=block.gradients)
 
-    def _after_running_out(
-        self, error: BaseException, step: ClientStep, cohort: Tensor, positions: Tensor, *call: Any
-    ) -> Chunk:
-        """Out of memory: go on with half as many clients at a time, and say so."""
+    def _after_running_out(self, error: BaseException, request: Request, positions: Tensor) -> Reply:
+        """Out of memory: continue with half as many clients at a time, and say so."""
         if len(positions) == 1:
             raise EngineError(
-                f"{step_name(step).rpartition(':')[2]} of one client does not fit into the memory of {self._device}: "
+                f"{plain_name(request.name)} of one client does not fit into the memory of {self._device}: "
                 f"{str(error).splitlines()[0] if str(error) else 'out of memory'}"
             ) from error
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self._most = max(1, len(positions) // 2)
         self.notes.append(
-            f"round {self.round}: out of memory with {len(positions)} clients; going on with {self._most}"
+            f"round {self.round}: out of memory with {len(positions)} clients; continuing with {self._most}"
         )
-        halves = [self._ask(step, cohort, part, *call) for part in positions.split(self._most)]
-        return _joined([half for half in halves if len(half.clients)] or halves[:1])
+        return _joined([self._ask(request, part) for part in positions.split(self._most)])
 
-    def _after_exception(
-        self, error: Exception, step: ClientStep, cohort: Tensor, positions: Tensor, *call: Any
-    ) -> Chunk:
-        """One client raised: it has failed. A chunk raised: ask one by one to find out who it was."""
+    def _after_exception(self, error: Exception, request: Request, positions: Tensor) -> Reply:
+        """One client raised: it has failed. A chunk raised: ask one by one to find out which client it was."""
+        reason = f"{type(error).__name__}: {error}"
         if len(positions) == 1:
-            reason = f"{type(error).__name__}: {error}"
-            failure = self._fail(int(cohort[positions[0]]), step, reason)
-            return Chunk(cohort[:0], positions[:0], Answer(), (failure,))
-        single = [self._ask(step, cohort, positions[i : i + 1], *call) for i in range(len(positions))]
-        good = [chunk for chunk in single if len(chunk.clients)]
-        failed = tuple(failure for chunk in single for failure in chunk.failed)
-        if not good:
-            raise EngineError(f"{step_name(step)} failed at every client: {type(error).__name__}: {error}") from error
-        return replace(_joined(good), failed=failed)
-
-    def _checked(
-        self, step: ClientStep, clients: Tensor, positions: Tensor, answer: Answer, lengths: Tensor | None = None
-    ) -> Chunk:
-        """Leave out answers that are not finite or far too large; refuse a step that answers in a wrong shape."""
-        for key, tensor in answer.items():
-            if tensor.shape[:1] != clients.shape:
-                raise EngineError(
-                    f"{step_name(step)} answered '{key}' of shape {tuple(tensor.shape)} for {len(clients)} clients."
-                )
-        reasons = unusable(answer, len(clients), lengths)
-        good = ~torch.stack(list(reasons.values())).any(0)
-        if bool(good.all()):
-            return Chunk(clients, positions, answer)
-        failed = [self._fail(c, step, why) for why, which in reasons.items() for c in clients[which.cpu()].tolist()]
-        keep = good.cpu()
-        kept = Answer(**{k: v[good] for k, v in answer.items()})
-        return Chunk(clients[keep], positions[keep], kept, tuple(failed))
-
-    def _fail(self, client: int, step: ClientStep, reason: str) -> Failure:
-        failure = Failure(self.round, self.names[client], step_name(step), reason)
-        self.failures.append(failure)
-        return failure
-
-    def _note_total_failure(self, step: str, failures: list[Failure]) -> None:
-        reason = failures[0].reason if failures else "no answer"
-        hint = "" if reason == _LATE else "; is lr too large?"
-        note = f"round {self.round}: no client could do {step.rpartition(':')[2]} ({reason}){hint}"
-        if not any("no client could do" in old for old in self.notes):
-            self.notes.append(note)
+            return Reply(positions[:0], Answer(), ((int(positions[0]), reason),))
+        joined = _joined([self._ask(request, positions[i : i + 1]) for i in range(len(positions))])
+        if not len(joined.positions):
+            raise EngineError(f"{request.name} failed at every client: {reason}") from error
+        return joined

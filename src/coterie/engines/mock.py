@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coterie.client.block import Answer, ClientStep, Task, step_name
+from coterie.client.block import Answer, Task
 from coterie.client.work import SGD
-from coterie.engines.base import Chunk, Engine, Failure
+from coterie.engines.base import Engine, Reply, Request, plain_name
 from coterie.nets.flat import Layout, cross_entropy, flatten
-from coterie.randomness import Rng, name_keys
+from coterie.randomness import name_keys
 
 Respond = Callable[..., Mapping[str, Any]]
 """respond(step, client, sent, **payload): what that client answers. `step` is the plain name of the step, `sent`
@@ -24,7 +24,7 @@ class MockEngine(Engine):
 
     >>> engine = MockEngine(lambda step, client, sent: {"params": sent + client, "samples": 1}, num_clients=3)
     >>> [chunk] = engine.call(lambda: None, engine.everyone(), models=torch.zeros(1, 2),
-    ...                       refs=torch.zeros(3, dtype=torch.int64), rng=Rng.seed(0))
+    ...                       refs=torch.zeros(3, dtype=torch.int64), rng=engine.dropout_rng)
     >>> chunk.answer.params.tolist()
     [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
     """
@@ -58,40 +58,26 @@ class MockEngine(Engine):
         """float32."""
         return torch.float32
 
-    def call(
-        self,
-        step: ClientStep,
-        cohort: Tensor,
-        *,
-        rng: Rng,
-        models: Tensor | None = None,
-        refs: Tensor | None = None,
-        payload: Mapping[str, Tensor] | None = None,
-        each: Mapping[str, Tensor] | None = None,
-        work: SGD | None = None,
-    ) -> Iterator[Chunk]:
+    def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:
         """Let the function answer for every client."""
-        name = step_name(step).rpartition(":")[2]
-        self.calls.append((name, cohort.tolist()))
-        self.ledger.record_down(self.phase, name, cohort, self.num_clients, models, refs, payload or {}, each or {})
-        for positions in torch.arange(len(cohort)).split(self._chunk):
+        name = plain_name(request.name)
+        self.calls.append((name, request.cohort.tolist()))
+        for some in positions.split(self._chunk):
             answers: list[Mapping[str, Any]] = []
-            good, failed = [], []
-            for position in positions.tolist():
-                client = int(cohort[position])
-                sent = None if models is None or refs is None else models[refs[position]]
-                own = {key: value[position] for key, value in (each or {}).items()}
+            good: list[int] = []
+            failed: list[tuple[int, str]] = []
+            for position in some.tolist():
+                client = int(request.cohort[position])
+                given = request.sent(torch.tensor([position]), self.device)
+                sent = None if given is None else given.table[given.refs[0]]
+                own = {key: value[position] for key, value in request.each.items()}
                 try:
-                    answers.append(self._respond(name, client, sent, **(payload or {}), **own))
+                    answers.append(self._respond(name, client, sent, **request.payload, **own))
                     good.append(position)
                 except Exception as error:  # whatever the test's function raises is that client's failure
-                    failed.append(Failure(self.round, self.names[client], name, str(error)))
-            self.failures += failed
-            if good:
-                stacked = {k: torch.stack([torch.as_tensor(a[k]) for a in answers]) for k in answers[0]}
-                self.ledger.record_up(self.phase, name, stacked.values())
-                where = torch.tensor(good)
-                yield Chunk(cohort[where], where, Answer(**stacked), tuple(failed))
+                    failed.append((position, str(error)))
+            stacked = {k: torch.stack([torch.as_tensor(a[k]) for a in answers]) for k in (answers or [{}])[0]}
+            yield Reply(torch.tensor(good, dtype=torch.int64), Answer(**stacked), tuple(failed))
 
     def describe(self) -> dict[str, Any]:
         """Nothing to choose."""

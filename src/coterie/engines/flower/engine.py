@@ -19,14 +19,14 @@ import torch
 from flwr.app import ArrayRecord, RecordDict
 from torch import Tensor
 
-from coterie.client.block import Answer, ClientStep, Models, Task, step_name
-from coterie.client.work import SGD, to_dict
+from coterie.client.block import Answer, Task
+from coterie.client.work import to_dict
 from coterie.data.federation import Federation
-from coterie.engines.base import Chunk, Engine, Failure, unusable
+from coterie.engines.base import Engine, Reply, Request
 from coterie.engines.flower import wire
 from coterie.engines.flower.link import Link, splits_of
-from coterie.errors import ConfigError, EngineError
-from coterie.randomness import Rng, name_keys
+from coterie.errors import EngineError
+from coterie.randomness import name_keys
 from coterie.settings import setting, values_of
 
 log = logging.getLogger("coterie.flower")
@@ -119,64 +119,25 @@ class FlowerEngine(Engine):
 
     # ---- calls ----
 
-    def call(
-        self,
-        step: ClientStep,
-        cohort: Tensor,
-        *,
-        rng: Rng,
-        models: Tensor | None = None,
-        refs: Tensor | None = None,
-        payload: Mapping[str, Tensor] | None = None,
-        each: Mapping[str, Tensor] | None = None,
-        work: SGD | None = None,
-    ) -> Iterator[Chunk]:
-        """See `Engine.call`."""
-        if (models is None) != (refs is None):
-            raise ConfigError("models and refs go together: a table [M, P] and the rows each client gets.")
-        shared, own, name = dict(payload or {}), dict(each or {}), step_name(step)
-        self.ledger.record_down(self.phase, name, cohort, self.num_clients, models, refs, shared, own)
-        began = time.perf_counter()
-        late = self.is_late(name, cohort)
-        failed = [self._fail(int(client), name, "did not answer (simulated)") for client in cohort[late].tolist()]
-        positions = (~late).nonzero().flatten().tolist()
-        contents = self._requests(name, cohort, positions, rng, models, refs, shared, own, work or self.task.work)
-        found, gradients, refused = self._collect(contents, models)
-        for client_name, reason in refused.items():
-            failed.append(self._fail(self.names.index(client_name), name, reason))
-        self.ledger.record_work(self.phase, name, gradients)
-        self.client_seconds += time.perf_counter() - began
-        good = [position for position in positions if self.names[int(cohort[position])] in found]
-        for some in [good[i : i + _AT_ONCE] for i in range(0, len(good), _AT_ONCE)]:
-            where = torch.tensor(some)
-            rows = [found.pop(self.names[int(cohort[position])]) for position in some]
-            answer = Answer(**{key: torch.cat([row[key] for row in rows]) for key in rows[0]})
-            chunk = self._checked(name, cohort, where, answer, models, refs, rng)
-            chunk = replace(chunk, failed=(*failed, *chunk.failed))
-            failed = []
-            if len(chunk.clients):
-                self.ledger.record_up(self.phase, name, chunk.answer.values())
-                yield chunk
-        if len(cohort) and not good:
-            self.notes.append(f"round {self.round}: no client could do {name.rpartition(':')[2]}")
+    def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:
+        """One message per client; answers are yielded in the order of the cohort, whoever was faster."""
+        names = {self.names[int(request.cohort[position])]: position for position in positions.tolist()}
+        found, gradients, refused = self._collect(self._messages(request, names), request.models)
+        failed = tuple((names[client], reason) for client, reason in refused.items())
+        good = [client for client in names if client in found]
+        for some in [good[i : i + _AT_ONCE] for i in range(0, len(good), _AT_ONCE)] or [[]]:
+            rows = [found.pop(client) for client in some]
+            answer = Answer(**{key: torch.cat([row[key] for row in rows]) for key in (rows or [{}])[0]})
+            yield Reply(torch.tensor([names[c] for c in some], dtype=torch.int64), answer, failed, gradients)
+            failed, gradients = (), 0
 
-    def _requests(
-        self,
-        name: str,
-        cohort: Tensor,
-        positions: list[int],
-        rng: Rng,
-        models: Tensor | None,
-        refs: Tensor | None,
-        shared: Mapping[str, Tensor],
-        own: Mapping[str, Tensor],
-        work: SGD,
-    ) -> dict[str, RecordDict]:
-        """One message a client; each distinct model is one record that messages share."""
+    def _messages(self, request: Request, names: Mapping[str, int]) -> dict[str, RecordDict]:
+        """One message per client, by name; each distinct model is one record that messages share."""
+        models, refs = request.models, request.refs
         records: dict[int, ArrayRecord] = {}
-        payload = wire.record_of(shared) if shared else None
+        payload = wire.record_of(request.payload) if request.payload else None
         contents = {}
-        for position in positions:
+        for client, position in names.items():
             sent: list[ArrayRecord] = []
             if models is not None and refs is not None:
                 for row in refs[position].reshape(-1).tolist():
@@ -184,13 +145,13 @@ class FlowerEngine(Engine):
                         records[row] = wire.record_of({"params": models[row].to(self._dtype)})
                     sent.append(records[row])
             call = wire.Call(
-                step=name,
-                client=self.names[int(cohort[position])],
+                step=request.name,
+                client=client,
                 round=self.round,
                 phase=self.phase,
-                key=rng.key,
+                key=request.rng.key,
                 seed=self.task.seed,
-                work=to_dict(work),
+                work=to_dict(request.work),
                 models=None if models is None else len(sent),
                 several=refs is not None and refs.dim() == 2,
                 run=self._run,
@@ -199,8 +160,8 @@ class FlowerEngine(Engine):
                 precision=self.settings.precision,
                 extra={"world": self.link.world} if self.link.world else {},
             )
-            mine = {key: value[position : position + 1] for key, value in own.items()}
-            contents[call.client] = wire.request(call, sent, payload, mine)
+            mine = {key: value[position : position + 1] for key, value in request.each.items()}
+            contents[client] = wire.request(call, sent, payload, mine)
         return contents
 
     def _collect(
@@ -245,37 +206,6 @@ class FlowerEngine(Engine):
             return wrong
         usual = min(counts, key=lambda form: (-counts[form], form))
         return wrong + [client for client, form in forms.items() if client not in wrong and form != usual]
-
-    def _checked(
-        self,
-        name: str,
-        cohort: Tensor,
-        positions: Tensor,
-        answer: Answer,
-        models: Tensor | None,
-        refs: Tensor | None,
-        rng: Rng,
-    ) -> Chunk:
-        """Leave out answers that are not finite or far too large; simulated attacks happen on the way."""
-        clients = cohort[positions]
-        sent = None if models is None or refs is None else Models(models, refs[positions])
-        if self.attack is not None and self.phase != "evaluate":
-            answer = self.attack.on_answer(answer, clients, self.keys[clients], sent, rng)
-        longest = None
-        if sent is not None:
-            lengths = torch.linalg.vector_norm(sent.table, dim=1)
-            longest = lengths[sent.refs].reshape(len(clients), -1).amax(1)
-        reasons = unusable(answer, len(clients), longest)
-        good = ~torch.stack(list(reasons.values())).any(0)
-        failed = [self._fail(c, name, why) for why, which in reasons.items() for c in clients[which].tolist()]
-        kept = Answer(**{key: tensor[good] for key, tensor in answer.items()})
-        return Chunk(clients[good], positions[good], kept, tuple(failed))
-
-    def _fail(self, client: int, step: str, reason: str) -> Failure:
-        failure = Failure(self.round, self.names[client], step, reason)
-        self.failures.append(failure)
-        log.info("round %d: %s failed at %s: %s", self.round, failure.client, step.rpartition(":")[2], reason)
-        return failure
 
 
 def require_maker(task: Task) -> Any:
