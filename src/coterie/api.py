@@ -41,7 +41,7 @@ class Result(results.Result):
 
 
 def run(
-    algorithm: Algorithm | str = "fesem",
+    algorithm: Algorithm[Any] | str = "fesem",
     data: Federation | str = "rotated-digits",
     model: str | Builder | None = None,
     *,

@@ -37,9 +37,7 @@ def toy(respond=lambda *a: {}, clients=3, inputs=(1.0,)):
 
 
 def distances(method, engine, params, centers):
-    state = replace(method.state_type.common_start(engine, method.num_clusters), centers=centers)
-    context = method.prepare(state, engine, RNG)
-    return method.distances(context, params, torch.arange(len(params)), state, engine)
+    return method.divergences(params, method.log_probabilities(centers, engine), engine)
 
 
 def test_divergence_in_both_directions_by_hand():

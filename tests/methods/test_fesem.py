@@ -10,6 +10,7 @@ from coterie.client.work import SGD
 from coterie.engines.mock import MockEngine
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fesem import FeSEM
+from coterie.methods.parts.guard import reassigned
 from coterie.randomness import Rng
 from coterie.runs.loop import Schedule
 from tests.helpers import assert_same, finished, outcome, ragged_federation, setup_of, trainer_of
@@ -95,7 +96,7 @@ def test_head_looks_at_the_last_layer_only():
     trainer.engine.begin(1, "round")
     rng = trainer._rng.at("x")
     models = torch.randn(3, centers.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = trainer.algorithm.distances(None, models, torch.arange(3), state, trainer.engine)
+    found = trainer.algorithm.distances(models, state, trainer.engine)
     assert torch.allclose(found, torch.cdist(models[:, seen], centers[:, seen]) ** 2)
     assert trainer.algorithm.round(state, trainer.engine, trainer.engine.everyone(), rng).labels.min() >= 0
 
@@ -121,7 +122,7 @@ def test_newcomers_start_from_the_common_model_and_do_not_move_centers():
     assert method.assign(state, engine, torch.tensor([4, 0]), Rng.seed(0)).tolist() == state.labels[[4, 0]].tolist()
 
 
-def test_stops_when_calm():
+def test_stops_when_stable():
     trainer = finished(setup_of(FeSEM(num_clusters=2, tolerance=1e9, patience=2), schedule=Schedule(rounds=20)))
     summary = trainer.summary()
     assert summary["stopped_early"]
@@ -158,7 +159,7 @@ def test_sketched_start_finds_the_same_clusters(monkeypatch):
     held, sketched = trainer_of(small), trainer_of(small)
     sketched.engine.memory_budget = lambda: 1
     held._start()
-    monkeypatch.setattr("coterie.methods.parts.centers._WHOLE", 0)
+    monkeypatch.setattr("coterie.methods.parts.start._WHOLE", 0)
     sketched._start()
     assert torch.equal(held.state.labels, sketched.state.labels)
     assert torch.allclose(held.state.centers, sketched.state.centers, rtol=1e-9, atol=1e-12)
@@ -207,7 +208,7 @@ def test_guard_moves_clients_that_were_put_wrong_at_the_start():
     wrong = right.clone()
     wrong[0] = 1 - wrong[0]
     engine.begin(2, "round")
-    mended = method.second_opinion(replace(state, labels=wrong), engine)
+    mended = reassigned(replace(state, labels=wrong), engine)
     assert torch.equal(mended.labels, right)
     assert mended.repairs == [
         {
@@ -217,5 +218,5 @@ def test_guard_moves_clients_that_were_put_wrong_at_the_start():
         }
     ]
     moved = torch.tensor([True] + [False] * 5)
-    assert torch.equal(method.second_opinion(replace(state, labels=wrong, moved=moved), engine).labels, wrong)
-    assert method.second_opinion(state, engine) is state
+    assert torch.equal(reassigned(replace(state, labels=wrong, moved=moved), engine).labels, wrong)
+    assert reassigned(state, engine) is state

@@ -87,10 +87,10 @@ def test_distance_is_measured_after_aligning_to_each_center():
     engine = engine_of()
     method = FeSEMMA(num_clusters=2)
     state = state_of(method, engine, [shuffled(ONE, 8) + 0.5, OTHER], [0] * 6)
-    found = method.distances(None, CLIENTS, torch.arange(6), state, engine)
+    found = method.distances(CLIENTS, state, engine)
     assert found[:3, 0].tolist() == pytest.approx([0.25 * len(ONE)] * 3, rel=1e-4)
     assert found[3:, 1].tolist() == pytest.approx([0.0] * 3, abs=1e-9)
-    plain = FeSEM(num_clusters=2).distances(None, CLIENTS, torch.arange(6), state, engine)
+    plain = FeSEM(num_clusters=2).distances(CLIENTS, state, engine)
     assert (plain >= found - 1e-6).all()
     assert (plain > found + 0.1).any()
 
@@ -101,7 +101,7 @@ def test_cosine_distance_is_measured_after_aligning_too():
     far = COMMON + 3 * (ONE - COMMON)  # the same way from the common start
     state = state_of(method, engine, [far, OTHER], [0] * 6)
     models = torch.stack([PLAN.permute(far, [RNG.permutation(5)]), shuffled(OTHER, 4)])
-    found = method.distances(None, models, torch.arange(2), state, engine)
+    found = method.distances(models, state, engine)
     assert found.diagonal().tolist() == pytest.approx([0.0, 0.0], abs=1e-5)
     assert found.argmin(1).tolist() == [0, 1]
     assert (found <= 2).all()

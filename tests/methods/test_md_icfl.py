@@ -13,7 +13,7 @@ from coterie.engines.mock import MockEngine
 from coterie.errors import ConfigError
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.md_icfl import MDICFL, weighted
-from coterie.methods.parts.pseudo import Forward, probabilities
+from coterie.methods.parts.pseudo import Forward, class_distances, probabilities
 from coterie.nets.flat import Network
 from coterie.randomness import Rng
 from coterie.runs.loop import Schedule
@@ -40,6 +40,12 @@ def toy(respond, clients=3):
     return engine, (SAMPLES, probabilities(engine.forward, CENTERS, SAMPLES))
 
 
+def choose(method, context, chunk, state, engine):
+    x, told = context
+    distances = class_distances(engine.forward, chunk.answer.params, told, x)
+    return method.nearest(distances, chunk.clients, state.counts, engine, RNG)
+
+
 def test_weights_are_shares_of_labels():
     distances = torch.tensor([[[1.0, 2.0], [4.0, 0.0]]])  # one client, two centers, two classes
     assert weighted(distances, torch.tensor([[3, 1]])).tolist() == [[1.25, 3.0]]
@@ -60,7 +66,7 @@ def test_the_nearest_center_by_hand():
     chunk = Chunk(torch.arange(3), torch.arange(3), Answer(params=params))
     strong = MDICFL(num_clusters=2, privacy="strong")
     state = strong.state_type.common_start(engine, 2)
-    assert strong.choose(context, chunk, state, engine, RNG).tolist() == [0, 1, 0]
+    assert choose(strong, context, chunk, state, engine).tolist() == [0, 1, 0]
     by_class = torch.stack(asked)
     # Center 0, class 0: both samples at 1; class 1: one at -1, one at 0. The other center mirrored.
     assert by_class[0].tolist() == [pytest.approx([0.3, 0.15], abs=1e-6), pytest.approx([1.3, 0.65], abs=1e-6)]
@@ -70,7 +76,7 @@ def test_the_nearest_center_by_hand():
     weak = MDICFL(num_clusters=2)
     for counts in ([[1, 1]] * 3, [[4, 0]] * 3, [[0, 9]] * 3):
         told = replace(state, counts=torch.tensor(counts))
-        chosen = weak.choose(context, chunk, told, engine, RNG)
+        chosen = choose(weak, context, chunk, told, engine)
         assert chosen[[0, 2]].tolist() == [0, 1]
 
 
@@ -84,7 +90,7 @@ def test_what_a_client_has_decides():
     # d(center 0) = (0.3, 0.3), d(center 1) = (0, 0.8): center 0 wherever class 1 is more than 3/8.
     method = MDICFL(num_clusters=2)
     state = replace(method.state_type.common_start(engine, 2), counts=torch.tensor([[6, 4], [7, 3]]))
-    assert method.choose(context, chunk, state, engine, RNG).tolist() == [0, 1]
+    assert choose(method, context, chunk, state, engine).tolist() == [0, 1]
 
 
 # ---- privacy ----
@@ -209,7 +215,7 @@ def test_a_client_that_does_not_answer_the_second_question_keeps_its_label():
     assert after.labels.tolist() == [0, 1, 1, -1]
     assert torch.equal(after.centers[0], CENTERS[0])  # client 0, which came back with its center
     assert torch.allclose(after.centers[1], (CENTERS[0] + 1 + CENTERS[1] + 2) / 2)  # clients 1 and 2
-    assert {failure.step for failure in engine.failures} == {"nearest"}
+    assert {failure.step for failure in engine.failures} == {"coterie.algorithms.md_icfl:nearest"}
 
 
 def test_data_without_classes_are_refused():
@@ -217,7 +223,7 @@ def test_data_without_classes_are_refused():
     engine.task = replace(engine.task, num_classes=0)
     state = MDICFL().state_type.common_start(engine, 4)
     with pytest.raises(ConfigError, match="MD-ICFL makes pseudo data of classes; these data have none."):
-        MDICFL().prepare(state, engine, RNG)
+        MDICFL().pseudo(state, engine, RNG)
 
 
 def test_a_client_that_did_not_tell_its_label_counts_stays_where_it_is_and_is_asked_again():
@@ -257,7 +263,7 @@ def trained():
 @pytest.mark.parametrize("sampler", ["search", "generator"])
 def test_pseudo_samples_are_called_their_class_by_their_own_center(trained, sampler):
     trainer = trained._trainer
-    x, told = MDICFL(sampler=sampler).prepare(trainer.state, trainer.engine, RNG)
+    x, told = MDICFL(sampler=sampler).pseudo(trainer.state, trainer.engine, RNG)
     assert x.shape[:3] == (4, 10, 30)
     called = told.argmax(-1)  # [K, L, M]
     share = (called == torch.arange(10).reshape(1, -1, 1)).double().mean((1, 2))

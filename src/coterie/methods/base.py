@@ -1,23 +1,31 @@
 """The contract of a method, and the registry of methods.
 
-A method is a frozen dataclass of hyperparameters with four functions over explicit state, as in fedjax and
-optax. A toy that trains K random-chosen centers would be:
+A method is a frozen dataclass of hyperparameters with four functions over explicit state, as in fedjax and optax.
+FedAvg in its shortest form:
 
-    @register
-    @dataclass(frozen=True)
-    class Toy(Algorithm):
-        key: ClassVar[str] = "toy"
+>>> from dataclasses import dataclass, replace
+>>> from typing import ClassVar
+>>> import coterie, torch
+>>> from coterie import Algorithm, CenterSums, ClusterState, train
+>>> @dataclass(frozen=True)
+... class Toy(Algorithm):
+...     key: ClassVar[str] = "toy"
+...
+...     def start(self, task, engine, rng):
+...         return ClusterState.common_start(engine, num_clusters=1)
+...
+...     def round(self, state, engine, cohort, rng):
+...         sums, labels = CenterSums(1, like=state.centers), state.labels.clone()
+...         rows = torch.zeros_like(cohort)
+...         for chunk in engine.call(train, cohort, models=state.centers, refs=rows, rng=rng):
+...             sums.add(chunk.answer.params, torch.zeros_like(chunk.clients), chunk.answer.samples)
+...             labels[chunk.clients] = 0
+...         return replace(state, centers=sums.means(keep=state.centers), labels=labels)
+>>> result = coterie.run(Toy(), "rotated-digits", rounds=20)
+>>> result.summary["accuracy"]["macro"] > 0.8
+True
 
-        def start(self, task, engine, rng):
-            return ClusterState.common_start(engine, num_clusters=1)
-
-        def round(self, state, engine, cohort, rng):
-            sums = CenterSums(1, like=state.centers)
-            for chunk in engine.call(train, cohort, models=state.centers, refs=zeros(cohort), rng=rng):
-                sums.add(chunk.answer.params, zeros(chunk.clients))
-            return replace(state, centers=sums.means(keep=state.centers))
-
-State flows through arguments: what a checkpoint needs is a field of the state.
+State flows through arguments: what a checkpoint needs is a field of the state, and a state is never changed in place.
 """
 
 from __future__ import annotations
@@ -27,7 +35,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -44,25 +52,26 @@ from coterie.settings import setting
 
 @dataclass(frozen=True)
 class ClusterState:
-    """What a clustered method knows after a round. Subclasses add fields; all of them are saved."""
+    """What a clustered method knows after a round, never changed in place. Subclasses add fields; all are saved."""
 
-    common: Tensor  # [P] the common start, for clients not met yet
+    common: Tensor  # [P] the common model, for clients not seen yet
     centers: Tensor  # [K, P] on the engine's device
-    labels: Tensor  # int64 [N] on the CPU; -1: not met yet
-    calm_rounds: int = 0  # rounds in a row in which nothing moved
-    repairs: list[dict[str, Any]] = field(default_factory=list)  # round, reason: what the guard mended
+    labels: Tensor  # int64 [N] on the CPU; -1: not seen yet
+    stable_rounds: int = 0  # rounds in a row in which nothing moved
+    repairs: list[dict[str, Any]] = field(default_factory=list)  # round, reason: what the guard repaired
+
+    of_clients: ClassVar[tuple[str, ...]] = ()  # fields that have a row for each client, labels aside
+    stored_as: ClassVar[dict[str, str]] = {"stable_rounds": "calm_rounds"}  # names in checkpoints that differ
 
     @classmethod
-    def common_start(cls, engine: Engine, num_clusters: int, **more: Any) -> Any:
-        """K copies of the common start; nobody met."""
+    def common_start(cls, engine: Engine, num_clusters: int, **more: Any) -> Self:
+        """K copies of the common model; no client seen yet."""
         common = engine.initial()
         labels = torch.full((engine.num_clients,), -1, dtype=torch.int64)
         return cls(common=common, centers=common.repeat(num_clusters, 1), labels=labels, **more)
 
-    of_clients: ClassVar[tuple[str, ...]] = ()  # fields that have a row for each client, labels aside
-
-    def with_more_clients(self, count: int) -> Any:
-        """The state with so many clients more, at the end, that were not met yet."""
+    def with_more_clients(self, count: int) -> Self:
+        """The state with `count` more clients at the end, which were not seen yet."""
         labels = torch.cat([self.labels, torch.full((count,), -1, dtype=torch.int64)])
         more: dict[str, Any] = {}
         for name in self.of_clients:
@@ -77,21 +86,23 @@ class ClusterState:
         return len(self.centers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are tensors, by name."""
-        found = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        """The fields that are tensors, by the names they are stored under."""
+        return {name: value for name, value in self._stored().items() if isinstance(value, Tensor)}
 
     def plain(self) -> dict[str, Any]:
         """The other fields: plain values that JSON can hold."""
-        found = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value for name, value in found.items() if not isinstance(value, Tensor)}
+        return {name: value for name, value in self._stored().items() if not isinstance(value, Tensor)}
+
+    def _stored(self) -> dict[str, Any]:
+        return {self.stored_as.get(item.name, item.name): getattr(self, item.name) for item in fields(self)}
 
     @classmethod
-    def restore(cls, tensors: dict[str, Tensor], plain: dict[str, Any], device: torch.device) -> Any:
+    def restore(cls, tensors: dict[str, Tensor], plain: dict[str, Any], device: torch.device) -> Self:
         """The state that `tensors` and `plain` gave; labels stay on the CPU."""
         integers = (torch.int64, torch.int32, torch.bool)
-        values: dict[str, Any] = {n: t if t.dtype in integers else t.to(device) for n, t in tensors.items()}
-        return cls(**values, **plain)
+        values: dict[str, Any] = {n: t if t.dtype in integers else t.to(device) for n, t in tensors.items()} | plain
+        names = {cls.stored_as.get(item.name, item.name): item.name for item in fields(cls)}
+        return cls(**{names[stored]: value for stored, value in values.items() if stored in names})
 
 
 @dataclass(frozen=True)
@@ -107,9 +118,12 @@ class Personal:
     private: bool = False  # whether only scores may leave the client: no losses, no counts
 
 
+S = TypeVar("S", bound=ClusterState)
+
+
 @dataclass(frozen=True)
-class Algorithm(abc.ABC):
-    """A method: hyperparameters and four functions."""
+class Algorithm(abc.ABC, Generic[S]):
+    """A method: hyperparameters and four functions over its state."""
 
     key: ClassVar[str]
     paper: ClassVar[str] = ""
@@ -117,14 +131,14 @@ class Algorithm(abc.ABC):
     needs_validation: ClassVar[bool] = False  # whether clients judge models on validation samples
 
     @abc.abstractmethod
-    def start(self, task: Task, engine: Engine, rng: Rng) -> Any:
+    def start(self, task: Task, engine: Engine, rng: Rng) -> S:
         """The state before the first round; may ask clients, which the ledger shows as the start."""
 
     @abc.abstractmethod
-    def round(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Any:
+    def round(self, state: S, engine: Engine, cohort: Tensor, rng: Rng) -> S:
         """One round with the clients of `cohort` (ids [C]); the state after it."""
 
-    def personal(self, state: Any, clients: Tensor) -> Personal:
+    def personal(self, state: S, clients: Tensor) -> Personal:
         """The model of each of these clients: its center, or the common start if it was not met yet."""
         labels = state.labels[clients]
         if bool((labels >= 0).all()):
@@ -132,15 +146,15 @@ class Algorithm(abc.ABC):
         table = torch.cat([state.centers, state.common.unsqueeze(0)])
         return Personal(table, torch.where(labels < 0, len(state.centers), labels))
 
-    def assign(self, state: Any, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+    def assign(self, state: S, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
         """Labels [n] of clients that were never trained; by default all belong to the one center."""
         return torch.zeros(len(newcomers), dtype=torch.int64)
 
-    def exhibits(self, state: Any, engine: Engine, rng: Rng) -> dict[str, NDArray[Any]]:
+    def exhibits(self, state: S, engine: Engine, rng: Rng) -> dict[str, NDArray[Any]]:
         """Arrays that a report shows of this method beside what all methods have; asked for once, at the end."""
         return {}
 
-    def should_stop(self, state: Any) -> bool:
+    def should_stop(self, state: S) -> bool:
         """Whether further rounds would change nothing."""
         return False
 
@@ -154,16 +168,16 @@ class Algorithm(abc.ABC):
             )
 
 
-_ALGORITHMS: dict[str, type[Algorithm]] = {}
+_ALGORITHMS: dict[str, type[Algorithm[Any]]] = {}
 
 
-def register(cls: type[Algorithm]) -> type[Algorithm]:
+def register(cls: type[Algorithm[Any]]) -> type[Algorithm[Any]]:
     """Class decorator: make a method known by its `key`."""
     _ALGORITHMS[cls.key] = cls
     return cls
 
 
-def algorithms() -> dict[str, type[Algorithm]]:
+def algorithms() -> dict[str, type[Algorithm[Any]]]:
     """All methods, by key."""
     import coterie.methods as package
 
@@ -172,7 +186,7 @@ def algorithms() -> dict[str, type[Algorithm]]:
     return dict(sorted(_ALGORITHMS.items()))
 
 
-def find_algorithm(name: str) -> type[Algorithm]:
+def find_algorithm(name: str) -> type[Algorithm[Any]]:
     """The method a user asked for: a registered key, or `module:Class`."""
     if ":" in name:
         found = import_object(name, "algorithm")

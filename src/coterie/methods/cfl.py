@@ -59,7 +59,7 @@ class CFLState(ClusterState):
 
 @register
 @dataclass(frozen=True)
-class CFL(Averaging):
+class CFL(Averaging[CFLState]):
     """Clusters that split in two while their members disagree; K is found."""
 
     key: ClassVar[str] = "cfl"
@@ -79,7 +79,7 @@ class CFL(Averaging):
     least: int = setting(2, "least members of a half", ge=1)
     max_clusters: int = setting(64, "no split beyond so many clusters", ge=1)
 
-    def start(self, task: Task, engine: Engine, rng: Rng) -> Any:
+    def start(self, task: Task, engine: Engine, rng: Rng) -> CFLState:
         """One cluster, everyone in it once met."""
         width = min(_WIDTH, task.layout.num_parameters)
         count, size = engine.num_clients, task.layout.size
@@ -93,7 +93,7 @@ class CFL(Averaging):
             split_ways=torch.zeros(0, 2, width, **kind),
         )
 
-    def round(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Any:
+    def round(self, state: CFLState, engine: Engine, cohort: Tensor, rng: Rng) -> CFLState:
         """Train from the own cluster's model, split what disagrees, average what is left together."""
         labels = state.labels.clone()
         unknown = cohort[labels[cohort] < 0]
@@ -148,8 +148,8 @@ class CFL(Averaging):
         return samples if self.weighting == "samples" else None
 
     def _split(
-        self, state: Any, engine: Engine, who: Tensor, length: Tensor, exact: Tensor | None, mean_lengths: Tensor
-    ) -> Any:
+        self, state: CFLState, engine: Engine, who: Tensor, length: Tensor, exact: Tensor | None, mean_lengths: Tensor
+    ) -> CFLState:
         """The state after every split that is due; new clusters begin at the model that was split."""
         unit = state.scale if self.thresholds == "relative" else 1.0
         for cluster in range(len(mean_lengths)):
@@ -193,7 +193,7 @@ class CFL(Averaging):
         # Equal halves: the one with the largest key leaves, whatever the order of the clients.
         return first if bool(first[int(keys.argmax())]) else ~first
 
-    def _with_split(self, state: Any, cluster: int, members: Tensor, leaving: Tensor, engine: Engine) -> Any:
+    def _with_split(self, state: CFLState, cluster: int, members: Tensor, leaving: Tensor, engine: Engine) -> CFLState:
         fresh = len(state.centers)
         labels, shown = state.labels.clone(), state.shown.clone()
         labels[members[leaving]] = fresh
@@ -216,7 +216,7 @@ class CFL(Averaging):
             split_ways=torch.cat([state.split_ways, ways.unsqueeze(0)]),
         )
 
-    def assign(self, state: Any, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+    def assign(self, state: CFLState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
         """Down the tree of splits, by the direction in which each newcomer's training goes."""
         labels = torch.zeros(len(newcomers), dtype=torch.int64)
         lost = torch.zeros(len(newcomers), dtype=torch.bool)

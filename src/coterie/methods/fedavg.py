@@ -7,7 +7,7 @@ the mean (`moved`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from coterie.settings import setting
 
 @register
 @dataclass(frozen=True)
-class FedAvg(Averaging):
+class FedAvg(Averaging[ClusterState]):
     """The mean of the clients' models, weighted by their samples."""
 
     key: ClassVar[str] = "fedavg"
@@ -33,8 +33,7 @@ class FedAvg(Averaging):
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> ClusterState:
         """The common start."""
-        state: ClusterState = ClusterState.common_start(engine, num_clusters=1)
-        return state
+        return ClusterState.common_start(engine, num_clusters=1)
 
     def work(self, engine: Engine) -> SGD:
         """What clients do in this round."""
@@ -44,7 +43,7 @@ class FedAvg(Averaging):
         """The center [P] after a round, from the one before and the mean of what clients made of it."""
         return mean
 
-    def round(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Any:
+    def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
         """Train everywhere from the one center, then average."""
         average = self.mean_of(1, engine, like=state.centers)
         labels = state.labels.clone()

@@ -12,7 +12,7 @@ and their models are averaged. With all clients in a round both draws are everyo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from coterie.client.block import Answer, Block, Models, client_step
 from coterie.client.work import SGD, Corrected
 from coterie.engines.base import Engine
-from coterie.methods.base import register
+from coterie.methods.base import ClusterState, register
 from coterie.methods.fedsgd import FedSGD
 from coterie.randomness import Rng
 from coterie.settings import setting
@@ -45,7 +45,7 @@ class FedDANE(FedSGD):
     weighting: Literal["samples", "equal"] = setting("samples", "weight of a client in both means")
     mu: float = setting(0.1, "pull of a client's model to the one it was sent", ge=0)
 
-    def round(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Any:
+    def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
         """Gradients from one draw, corrected training by the other."""
         asked = engine.draw(rng.at("other draw"), len(cohort))
         gradient = self.mean_gradient(state, engine, asked, rng.at("gradients"))

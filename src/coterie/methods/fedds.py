@@ -18,7 +18,7 @@ over-sure answers about samples of another kind decide, and on small data single
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +28,9 @@ from coterie.client.work import SGD, FirstOrderMAML
 from coterie.engines.base import Engine
 from coterie.errors import ConfigError
 from coterie.methods.base import Personal, register
-from coterie.methods.parts.centers import CenterMethod
+from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate
+from coterie.methods.parts.guard import guarded
+from coterie.methods.parts.start import clustered_start, random_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -37,7 +39,7 @@ _AT_ONCE = 4096  # samples that go through stacked models together
 
 @register
 @dataclass(frozen=True)
-class FedDS(CenterMethod):
+class FedDS(CenterMethod[CenterState]):
     """K centers; clients go to the one that says the most alike about the server's indicator samples."""
 
     key: ClassVar[str] = "fedds"
@@ -52,21 +54,34 @@ class FedDS(CenterMethod):
     )
     indicators: int = setting(10, "indicator samples of each class that the server holds", ge=1)
 
-    def start(self, task: Task, engine: Engine, rng: Rng) -> Any:
-        """Refuse early where the server has no samples."""
+    def start(self, task: Task, engine: Engine, rng: Rng) -> CenterState:
+        """Cluster first models; in the paper K random centers. Refuses early where the server has no samples."""
         if engine.reserved is None:
             raise ConfigError(
                 f"{type(self).__name__} compares models on samples of the server's own; "
                 f"hold some out with --set scenario.reserve={self.indicators}."
             )
-        return super().start(task, engine, rng)
+        begin = random_start if self.init == "paper" else clustered_start
+        return begin(self, self.empty_state(engine), engine, rng)
 
-    def prepare(self, state: Any, engine: Engine, rng: Rng) -> Tensor:
-        """What the centers say about the indicator samples: log-probabilities [K, R, L]."""
-        return self._speak(state.centers, engine)
+    def round(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> CenterState:
+        """Train, assign to the center that predicts most alike (Eq. 6-7), average by samples (Eq. 17)."""
+        update = RoundUpdate(self, state, engine)
+        centers = self.log_probabilities(state.centers, engine)  # [K, R, L]
+        for chunk in self.train(state, engine, cohort, rng.at("train")):
+            update.add(chunk, self.divergences(chunk.answer.params, centers, engine).argmin(1).cpu())
+        return guarded(self, state, update, engine, rng)
 
-    def _speak(self, models: Tensor, engine: Engine) -> Tensor:
-        """Log-probabilities of models [c, P] for the indicator samples: [c, R, L]."""
+    def assign(self, state: CenterState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+        """A newcomer trains once from the common model, and is assigned as in a round."""
+        labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
+        centers = self.log_probabilities(state.centers, engine)
+        for chunk in self.train_from_common(state, engine, newcomers, rng.at("train")):
+            labels[chunk.positions] = self.divergences(chunk.answer.params, centers, engine).argmin(1).cpu()
+        return labels
+
+    def log_probabilities(self, models: Tensor, engine: Engine) -> Tensor:
+        """What models [c, P] predict for the indicator samples: [c, R, L]."""
         assert engine.reserved is not None
         x, _ = engine.reserved
         at_once = len(x) if engine.forward.is_light else max(1, _AT_ONCE // max(1, len(models)))
@@ -74,9 +89,9 @@ class FedDS(CenterMethod):
         logits = torch.cat([engine.forward(models, part) for part in pieces], dim=1)
         return (logits / self.temperature).log_softmax(2)
 
-    def distances(self, context: Any, params: Tensor, clients: Tensor, state: Any, engine: Engine) -> Tensor:
-        """Eq. 6: KL divergence of output distributions, summed over the indicator samples."""
-        said, centers = self._speak(params, engine), context
+    def divergences(self, params: Tensor, centers: Tensor, engine: Engine) -> Tensor:
+        """Eq. 6: KL divergence of each model [c, P] and each center, summed over the indicator samples: [c, K]."""
+        said = self.log_probabilities(params, engine)
         columns = []
         for center in centers:
             one, other = (said, center) if self.kl == "client" else (center.expand_as(said), said)
@@ -104,6 +119,6 @@ class FedDSMIC(FedDS):
         """What a client does with its center before it uses it."""
         return SGD(lr=self.inner_lr, steps=self.adapt_steps, batch_size=work.batch_size)
 
-    def personal(self, state: Any, clients: Tensor) -> Personal:
+    def personal(self, state: CenterState, clients: Tensor) -> Personal:
         """The center after adapting on the client's training data."""
         return replace(super().personal(state, clients), adapt=self.adaptation)

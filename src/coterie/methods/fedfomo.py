@@ -16,7 +16,7 @@ The server holds N models, and each client downloads up to `others` of them a ro
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class FomoState(ClusterState):
     affinity: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, N] sums of weights: row is who judged
     turn: int = 0  # rounds so far
 
-    def with_more_clients(self, count: int) -> Any:
+    def with_more_clients(self, count: int) -> Self:
         """They begin with the common start, and nobody has judged them."""
         grown = super().with_more_clients(count)
         models = torch.cat([self.models, self.common.repeat(count, 1).to(self.models)])
@@ -84,7 +84,7 @@ class FomoState(ClusterState):
 
 @register
 @dataclass(frozen=True)
-class FedFomo(Algorithm):
+class FedFomo(Algorithm[FomoState]):
     """A model of its own for every client, mixed from those of others that help it."""
 
     key: ClassVar[str] = "fedfomo"
@@ -96,7 +96,7 @@ class FedFomo(Algorithm):
     epsilon: float = setting(0.3, "share of them that is drawn evenly, in the first round", ge=0, le=1)
     epsilon_decay: float = setting(0.05, "what epsilon falls by in each round", ge=0, le=1)
 
-    def start(self, task: Task, engine: Engine, rng: Rng) -> Any:
+    def start(self, task: Task, engine: Engine, rng: Rng) -> FomoState:
         """Nobody has a model yet."""
         count, size = engine.num_clients, task.layout.size
         engine.require_memory(2 * count * size * engine.dtype.itemsize, f"FedFomo keeps the models of {count} clients:")
@@ -104,7 +104,7 @@ class FedFomo(Algorithm):
         affinity = torch.zeros(count, count, dtype=torch.float32)
         return FomoState.common_start(engine, num_clusters=0, models=models, affinity=affinity)
 
-    def round(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Any:
+    def round(self, state: FomoState, engine: Engine, cohort: Tensor, rng: Rng) -> FomoState:
         """Everyone mixes from the models of the last round, trains, and sends."""
         refs = self.chosen(state, engine.keys, cohort, rng.at("choice"))
         work = engine.task.work.at(engine.round)
@@ -122,7 +122,7 @@ class FedFomo(Algorithm):
                 affinity.index_put_((rows, refs[chunk.positions]), given, accumulate=True)
         return replace(state, models=models, affinity=affinity, labels=labels, turn=state.turn + 1)
 
-    def chosen(self, state: Any, keys: Tensor, cohort: Tensor, rng: Rng) -> Tensor | None:
+    def chosen(self, state: FomoState, keys: Tensor, cohort: Tensor, rng: Rng) -> Tensor | None:
         """Whose models each client of the cohort is sent, [C, m]; None if there are none to send.
 
         Those it gave most weight so far come first; in a share epsilon of the places, others by chance.
@@ -147,13 +147,13 @@ class FedFomo(Algorithm):
             liked[row, pick], luck[row, pick] = -2.0, -2.0
         return chosen
 
-    def personal(self, state: Any, clients: Tensor) -> Personal:
+    def personal(self, state: FomoState, clients: Tensor) -> Personal:
         """The client's own model; a newcomer's is the best of those it was shown."""
         labels = state.labels[clients]
         table = torch.cat([state.models, state.common.unsqueeze(0)])
         return Personal(table, torch.where(labels < 0, len(state.models), labels))
 
-    def assign(self, state: Any, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+    def assign(self, state: FomoState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
         """A newcomer is shown some clients' models, and takes the one with the least loss on its validation samples."""
         there = (state.labels >= 0).nonzero().flatten()
         labels = torch.full((len(newcomers),), -1, dtype=torch.int64)

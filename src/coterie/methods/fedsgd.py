@@ -8,7 +8,7 @@ work only the step size is used: epochs, batches and momentum play no part.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from coterie.client.block import Answer, Block, Models, client_step
 from coterie.client.work import SGD
 from coterie.engines.base import Engine
-from coterie.methods.base import register
+from coterie.methods.base import ClusterState, register
 from coterie.methods.fedavg import FedAvg
 from coterie.randomness import Rng
 
@@ -36,7 +36,7 @@ class FedSGD(FedAvg):
     key: ClassVar[str] = "fedsgd"
     paper: ClassVar[str] = "McMahan et al. 2017"
 
-    def round(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Any:
+    def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
         """The mean gradient, and one step along it."""
         labels = state.labels.clone()
         mean = self.mean_gradient(state, engine, cohort, rng, labels)
@@ -48,7 +48,7 @@ class FedSGD(FedAvg):
         return replace(state, centers=center.unsqueeze(0), labels=labels)
 
     def mean_gradient(
-        self, state: Any, engine: Engine, cohort: Tensor, rng: Rng, labels: Tensor | None = None
+        self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng, labels: Tensor | None = None
     ) -> Tensor | None:
         """The mean gradient at the center, with mean buffers, [P]; None if nobody answered. Notes who did in labels."""
         average = self.mean_of(1, engine, like=state.centers)

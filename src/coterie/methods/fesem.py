@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from coterie.client.block import Answer, Block, Models, Task, client_step
 from coterie.client.work import SGD, Proximal
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import register
-from coterie.methods.parts.centers import CenterMethod, CenterState, nearest_by_first_models, random_start
+from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate, is_new, nearest_by_first_models
 from coterie.methods.parts.clustering import cosine_distances, squared_distances
+from coterie.methods.parts.guard import guarded
+from coterie.methods.parts.start import clustered_start, random_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -42,7 +44,7 @@ def train_near_center(block: Block, models: Models, work: SGD, mean_samples: Ten
 
 @register
 @dataclass(frozen=True)
-class FeSEM(CenterMethod):
+class FeSEM(CenterMethod[CenterState]):
     """K centers, each the mean of the models nearest to it."""
 
     key: ClassVar[str] = "fesem"
@@ -58,12 +60,41 @@ class FeSEM(CenterMethod):
         "equal", "the same pull for all, or by 1 / share of samples as Eq. 7 has it"
     )
     tolerance: float = setting(0.0, "stop when no label changes and centers move less than this; 0: never", ge=0)
-    patience: int = setting(3, "rounds in a row that must be so calm before stopping", ge=1)
+    patience: int = setting(3, "stable rounds in a row before stopping", ge=1)
 
-    def first_state(self, state: Any, engine: Engine, rng: Rng) -> Any:
-        """Train every client once from one common model, and cluster what comes back."""
-        way = random_start if self.init == "random" else FeSEM.clustered_start
-        return way(self, state, engine, rng)
+    def start(self, task: Task, engine: Engine, rng: Rng) -> CenterState:
+        """Train every client once from one common model, and cluster what comes back; or random centers."""
+        begin = random_start if self.init == "random" else clustered_start
+        return begin(self, self.empty_state(engine), engine, rng)
+
+    def round(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> CenterState:
+        """Train from the own center (Eq. 7), assign to the nearest center (Eq. 8), average (Eq. 9)."""
+        update = RoundUpdate(self, state, engine)
+        for chunk in self.train(state, engine, cohort, rng.at("train")):
+            nearest = self.distances(chunk.answer.params, state, engine).argmin(1).cpu()  # [c]
+            if bool((new := is_new(chunk, state)).any()):
+                nearest = torch.where(new, self.nearest_for_new(chunk, state, engine), nearest)
+            update.add(chunk, nearest)
+        return self._counted(state, guarded(self, state, update, engine, rng))
+
+    def distances(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:
+        """Distance of each model [c, P] to each center, [c, K]: L2 (squared), or cosine between updates."""
+        columns = self._columns(engine.task)
+        if self.distance == "l2":
+            return squared_distances(params[:, columns], state.centers[:, columns])
+        common = state.common[columns]
+        return cosine_distances(params[:, columns] - common, state.centers[:, columns] - common)
+
+    def nearest_for_new(self, chunk: Chunk, state: CenterState, engine: Engine) -> Tensor:
+        """The cluster of clients that trained from the common model: they compare to the members' first models."""
+        return nearest_by_first_models(chunk, state, engine)
+
+    def assign(self, state: CenterState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+        """A newcomer trains once from the common model, and joins the cluster with the nearest first models."""
+        labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
+        for chunk in self.train_from_common(state, engine, newcomers, rng.at("train")):
+            labels[chunk.positions] = self.nearest_for_new(chunk, state, engine)
+        return labels
 
     def signature(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:
         """The update of the layers that the distance looks at; for cosine, of length one."""
@@ -71,34 +102,14 @@ class FeSEM(CenterMethod):
         update = params[:, columns] - state.common[columns]
         return torch.nn.functional.normalize(update, dim=1) if self.distance == "cosine" else update
 
-    def distances(self, context: Any, params: Tensor, clients: Tensor, state: Any, engine: Engine) -> Tensor:
-        """Eq. 8: L2 (squared), or cosine between updates."""
-        columns = self._columns(engine.task)
-        if self.distance == "l2":
-            return squared_distances(params[:, columns], state.centers[:, columns])
-        common = state.common[columns]
-        return cosine_distances(params[:, columns] - common, state.centers[:, columns] - common)
-
-    def first_choice(self, context: Any, chunk: Chunk, state: Any, engine: Engine, rng: Rng) -> Tensor:
-        """A client that trained from the common start is compared to the members' own first models."""
-        update = self._sketch(engine)(self._update(chunk.answer.params, state, engine))
-        return nearest_by_first_models(update, state).cpu()
-
-    def train_from(self, state: Any, engine: Engine, cohort: Tensor, rows: Tensor, rng: Rng) -> Iterator[Chunk]:
+    def train_from(self, state: CenterState, engine: Engine, cohort: Tensor, rows: Tensor, rng: Rng) -> Iterator[Chunk]:
         """As plain training; with the paper's scale, the pull depends on the client's samples."""
         if not (self.prox and self.prox_scale == "paper" and state.mean_samples):
             return super().train_from(state, engine, cohort, rows, rng)
         table = torch.cat([state.centers, state.common.unsqueeze(0)])
         mean = torch.tensor(state.mean_samples, dtype=torch.float64, device=engine.device)
-        return engine.call(
-            train_near_center,
-            cohort,
-            models=table,
-            refs=rows,
-            payload={"mean_samples": mean},
-            work=self.work(engine),
-            rng=rng,
-        )
+        payload, work = {"mean_samples": mean}, self.work(engine)
+        return engine.call(train_near_center, cohort, models=table, refs=rows, payload=payload, work=work, rng=rng)
 
     def work(self, engine: Engine) -> SGD:
         """Local work with the proximal term."""
@@ -107,12 +118,15 @@ class FeSEM(CenterMethod):
 
     def should_stop(self, state: CenterState) -> bool:
         """No label changed and centers hardly moved, several rounds in a row."""
-        return self.tolerance > 0 and state.calm_rounds >= self.patience
+        return self.tolerance > 0 and state.stable_rounds >= self.patience
 
-    def _calm(self, before: CenterState, after: CenterState) -> CenterState:
+    def _counted(self, before: CenterState, after: CenterState) -> CenterState:
+        """The state with the number of stable rounds in a row."""
+        if not self.tolerance or len(after.repairs) > len(before.repairs):
+            return after
         moved = float((after.centers - before.centers).norm(dim=1).max())
-        is_calm = bool((after.labels == before.labels).all()) and moved < self.tolerance
-        return replace(after, calm_rounds=before.calm_rounds + 1 if is_calm else 0)
+        is_stable = bool((after.labels == before.labels).all()) and moved < self.tolerance
+        return replace(after, stable_rounds=before.stable_rounds + 1 if is_stable else 0)
 
     def _columns(self, task: Task) -> slice:
         return task.layout.head if self.layers == "head" else slice(0, task.layout.num_parameters)

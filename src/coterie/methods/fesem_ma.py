@@ -19,12 +19,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from coterie.client.block import Task
+from coterie.client.block import Task, train
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import register
 from coterie.methods.fesem import FeSEM
 from coterie.methods.parts.averaging import Average, HeldModels, Robust, robust_mean
+from coterie.methods.parts.centers import CenterState
 from coterie.methods.parts.matching import Plan, matched_mean
+from coterie.methods.parts.start import clustered_start, random_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -56,52 +58,49 @@ class FeSEMMA(FeSEM):
     )
     sweeps: int = setting(5, "most sweeps of matching a round", ge=1)
 
-    def start(self, task: Task, engine: Engine, rng: Rng) -> Any:
-        """Refuse early what cannot be matched, and what does not fit."""
+    def start(self, task: Task, engine: Engine, rng: Rng) -> CenterState:
+        """As FeSEM, without a warm-up from independent models; refuses what cannot be matched or does not fit."""
         _plan(task)
         size = engine.num_clients * task.layout.size * engine.dtype.itemsize
         engine.require_memory(size, f"FeSEM-MA holds the models of all {engine.num_clients} clients at once:")
-        return super().start(task, engine, rng)
+        if self.init == "random":
+            return random_start(self, self.empty_state(engine), engine, rng)
+        return clustered_start(self, self.empty_state(engine), engine, rng, warm_up=self.compares_first_models)
 
-    def warmed_up(self, state: Any, engine: Engine, rng: Rng) -> Any:
-        """Only a common start can be warmed up."""
-        return super().warmed_up(state, engine, rng) if self.first_models == "common" else state
+    @property
+    def compares_first_models(self) -> bool:
+        """First models that began at different points cannot be compared."""
+        return self.first_models == "common"
 
-    def average(self, state: Any, engine: Engine) -> Average:
+    def average(self, state: CenterState, engine: Engine) -> Average:
         """Matched averaging."""
         return _Matched(state.centers, _plan(engine.task), self.sweeps, self.robust, self.robust_share)
 
-    def signature(self, params: Tensor, state: Any, engine: Engine) -> Tensor:
-        """As FeSEM, after aligning to the common start."""
+    def signature(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:
+        """As FeSEM, after aligning to the common model."""
         return super().signature(self._aligned(params, state.common, engine), state, engine)
 
-    def distances(self, context: Any, params: Tensor, clients: Tensor, state: Any, engine: Engine) -> Tensor:
+    def distances(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:
         """As FeSEM, to each center after aligning to that center."""
         found = []
         for center in state.centers:
             only = replace(state, centers=center.unsqueeze(0))
-            found.append(super().distances(context, self._aligned(params, center, engine), clients, only, engine))
+            found.append(super().distances(self._aligned(params, center, engine), only, engine))
         return torch.cat(found, dim=1)
 
-    def train_from(self, state: Any, engine: Engine, cohort: Tensor, rows: Tensor, rng: Rng) -> Iterator[Chunk]:
-        """At the start of independent models, everyone trains from a random model of its own."""
-        if self.first_models == "common" or engine.phase != "start":
+    def nearest_for_new(self, chunk: Chunk, state: CenterState, engine: Engine) -> Tensor:
+        """From independent starts only the aligned distance to the centers says anything."""
+        if self.compares_first_models:
+            return super().nearest_for_new(chunk, state, engine)
+        return self.distances(chunk.answer.params, state, engine).argmin(1).cpu()
+
+    def train_from(self, state: CenterState, engine: Engine, cohort: Tensor, rows: Tensor, rng: Rng) -> Iterator[Chunk]:
+        """At the start of independent models, every client trains from a random model of its own."""
+        if self.compares_first_models or engine.phase != "start":
             return super().train_from(state, engine, cohort, rows, rng)
         return self._train_independently(engine, cohort, rng)
 
-    def first_choice(self, context: Any, chunk: Chunk, state: Any, engine: Engine, rng: Rng) -> Tensor:
-        """From independent starts only the aligned distance to the centers says anything."""
-        if self.first_models == "common":
-            return super().first_choice(context, chunk, state, engine, rng)
-        return self.choose(context, chunk, state, engine, rng)
-
-    def second_opinion(self, state: Any, engine: Engine) -> Any:
-        """First models that began at different points are no opinion."""
-        return super().second_opinion(state, engine) if self.first_models == "common" else state
-
     def _train_independently(self, engine: Engine, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:
-        from coterie.client.block import train
-
         size = engine.task.layout.size * engine.dtype.itemsize
         for piece in cohort.split(max(1, engine.memory_budget() // (4 * size))):
             drawn = [engine.task.draw(Rng(int(engine.keys[c])).at("own start")) for c in piece.tolist()]

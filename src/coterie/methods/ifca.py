@@ -4,23 +4,25 @@ Federated Learning", Algorithm 1; called HypoCluster(K) in the FeSEM paper after
 A client downloads all K models, keeps the one with the lowest loss on its own training data, and trains it.
 
 The paper starts from K independent random models, which may merge and lose clusters. `init="warm"` starts from a
-clustering of first models, as the other methods do (see `centers.py`): the server has seen those models anyway.
+clustering of first models, as the other methods do (see `parts/start.py`): the server has seen those models anyway.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from coterie.client.block import Answer, Block, Models, Task, client_step, take
+from coterie.client.block import Answer, Block, ClientStep, Models, Task, client_step, take
 from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import register
-from coterie.methods.parts.centers import CenterMethod
+from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate
+from coterie.methods.parts.guard import guarded
+from coterie.methods.parts.start import clustered_start, random_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -48,51 +50,57 @@ def choose(block: Block, models: Models, work: SGD) -> Answer:
 
 @register
 @dataclass(frozen=True)
-class IFCA(CenterMethod):
+class IFCA(CenterMethod[CenterState]):
     """K models, chosen by loss."""
 
     key: ClassVar[str] = "ifca"
     paper: ClassVar[str] = "Ghosh et al. 2020; HypoCluster(K) in the FeSEM paper"
-    starts_from_common: ClassVar[bool] = False
 
     average_of: Literal["models", "gradients"] = setting(
         "models", "what clients answer with: a trained model, or one gradient (option I of the paper; no guard)"
     )
 
-    def first_state(self, state: Any, engine: Engine, rng: Rng) -> Any:
-        """K independent random models, and nobody has chosen yet; or the means of clustered first models."""
-        nobody = state.labels
-        started = super().first_state(state, engine, rng)
-        return started if self.init == "warm" else replace(started, labels=nobody)
+    def start(self, task: Task, engine: Engine, rng: Rng) -> CenterState:
+        """The means of clustered first models; in the paper K random models, and nobody has chosen yet."""
+        state = self.empty_state(engine)
+        if self.init == "warm":
+            return clustered_start(self, state, engine, rng)
+        return replace(random_start(self, state, engine, rng), labels=state.labels)
 
-    def ask(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:
-        """All K models to everyone."""
-        refs = torch.arange(self.num_clusters).expand(len(cohort), -1)
-        step = choose_and_train if self.average_of == "models" else choose_and_gradient
-        return engine.call(step, cohort, models=state.centers, refs=refs, work=self.work(engine), rng=rng)
+    def round(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> CenterState:
+        """Every client chooses the best of K models and trains it; a center is the mean of those who chose it."""
+        if self.average_of == "gradients":
+            return self._gradient_round(state, engine, cohort, rng)
+        update = RoundUpdate(self, state, engine)
+        for chunk in self._offered(choose_and_train, state, engine, cohort, rng.at("train")):
+            choice = chunk.answer.choice.cpu()  # [c]
+            update.add(chunk, choice, started=choice)
+        return guarded(self, state, update, engine, rng)
 
-    def choose(self, context: Any, chunk: Chunk, state: Any, engine: Engine, rng: Rng) -> Tensor:
-        """The client has chosen."""
-        return chunk.answer.choice.cpu()
-
-    def started_from(self, chunk: Chunk, state: Any) -> Tensor:
-        """From the model it chose."""
-        return chunk.answer.choice.cpu()
-
-    def round(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Any:
-        """Everyone chooses and trains; every center becomes the mean of those who chose it."""
-        if self.average_of == "models":
-            return super().round(state, engine, cohort, rng)
+    def _gradient_round(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> CenterState:
+        """Option I of the paper: one step along the gradients of those who chose a model."""
         labels = state.labels.clone()
         average = self.average(state, engine)
         sizes = torch.zeros(self.num_clusters, dtype=torch.int64, device=engine.device)
-        for chunk in self.ask(state, engine, cohort, rng.at("train")):
+        for chunk in self._offered(choose_and_gradient, state, engine, cohort, rng.at("train")):
             labels[chunk.clients] = chunk.answer.choice.cpu()
             average.add(chunk.answer.gradient, chunk.answer.choice)
             sizes += torch.bincount(chunk.answer.choice, minlength=self.num_clusters)
         means = average.means(keep=state.centers)
         centers = self._descend(state.centers, means, sizes, engine.task, self.work(engine).lr)
         return replace(state, centers=centers, labels=labels)
+
+    def _offered(
+        self, step: ClientStep, state: CenterState, engine: Engine, clients: Tensor, rng: Rng
+    ) -> Iterator[Chunk]:
+        """All K models to every client."""
+        refs = torch.arange(self.num_clusters).expand(len(clients), -1)
+        return engine.call(step, clients, models=state.centers, refs=refs, work=self.work(engine), rng=rng)
+
+    @property
+    def compares_first_models(self) -> bool:
+        """Clients choose by themselves in every round: their first models decide nothing."""
+        return False
 
     def _descend(self, centers: Tensor, means: Tensor, members: Tensor, task: Task, lr: float) -> Tensor:
         """Option I: a step along the sum of the members' gradients, divided by all who took part."""
@@ -101,10 +109,9 @@ class IFCA(CenterMethod):
         moved = torch.where(share > 0, centers[:, :cut] - lr * share * means[:, :cut], centers[:, :cut])
         return torch.cat([moved, means[:, cut:]], dim=1)
 
-    def assign(self, state: Any, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+    def assign(self, state: CenterState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
         """A newcomer chooses by loss, as in a round."""
         labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
-        refs = torch.arange(self.num_clusters).expand(len(newcomers), -1)
-        for chunk in engine.call(choose, newcomers, models=state.centers, refs=refs, rng=rng):
+        for chunk in self._offered(choose, state, engine, newcomers, rng):
             labels[chunk.positions] = chunk.answer.choice.cpu()
         return labels

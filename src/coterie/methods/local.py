@@ -24,7 +24,7 @@ def train_own(block: Block, models: Models | None, work: SGD) -> Answer:
 
 @register
 @dataclass(frozen=True)
-class Local(Algorithm):
+class Local(Algorithm[ClusterState]):
     """A model of its own for every client, from the common start."""
 
     key: ClassVar[str] = "local"
@@ -36,8 +36,7 @@ class Local(Algorithm):
         engine.require_memory(
             engine.num_clients * size, f"Local keeps a model for each of {engine.num_clients} clients:"
         )
-        state: ClusterState = ClusterState.common_start(engine, num_clusters=0)
-        return state
+        return ClusterState.common_start(engine, num_clusters=0)
 
     def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
         """Each client of the cohort trains by itself."""

@@ -24,15 +24,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.client.block import Answer, Block, Models, client_step, label_counts
+from coterie.client.block import Answer, Block, Models, Task, client_step, label_counts
 from coterie.client.work import SGD
 from coterie.data.pictures import is_picture, to_shades
 from coterie.engines.base import Chunk, Engine
 from coterie.errors import ConfigError
 from coterie.methods.base import Personal, register
-from coterie.methods.parts.centers import CenterMethod, CenterState
+from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate
 from coterie.methods.parts.clustering import CenterSums
+from coterie.methods.parts.guard import guarded
 from coterie.methods.parts.pseudo import class_distances, generate, probabilities, search
+from coterie.methods.parts.start import clustered_start, random_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -69,7 +71,7 @@ class MDICFLState(CenterState):
 
 @register
 @dataclass(frozen=True)
-class MDICFL(CenterMethod):
+class MDICFL(CenterMethod[MDICFLState]):
     """K centers; clients go to the center whose model speaks most like theirs about what they have."""
 
     key: ClassVar[str] = "md_icfl"
@@ -90,12 +92,78 @@ class MDICFL(CenterMethod):
         0, "rounds of training new models that judge the pseudo data at the end, as in the paper's Figs. 5 and 6", ge=0
     )
 
-    def prepare(self, state: MDICFLState, engine: Engine, rng: Rng) -> tuple[Tensor, Tensor]:
+    def start(self, task: Task, engine: Engine, rng: Rng) -> MDICFLState:
+        """Cluster first models; in the paper K random centers and random labels."""
+        begin = random_start if self.init == "paper" else clustered_start
+        return begin(self, self.empty_state(engine), engine, rng)
+
+    def round(self, state: MDICFLState, engine: Engine, cohort: Tensor, rng: Rng) -> MDICFLState:
+        """Pseudo data of every center; clients train; each goes to the center at the least model distance."""
+        state = self._with_counts(state, engine, cohort, rng)
+        x, told = self.pseudo(state, engine, rng.at("prepare"))
+        update = RoundUpdate(self, state, engine)
+        for chunk in self.train(state, engine, cohort, rng.at("train")):
+            distances = class_distances(engine.forward, chunk.answer.params, told, x)  # [c, K, L]
+            update.add(chunk, self.nearest(distances, chunk.clients, state.counts, engine, rng))
+        return guarded(self, state, update, engine, rng)
+
+    def pseudo(self, state: MDICFLState, engine: Engine, rng: Rng) -> tuple[Tensor, Tensor]:
         """Pseudo data of every center [K, L, M, ...], and what each center says of its own [K, L, M, L]."""
         if not engine.task.num_classes:
             raise ConfigError("MD-ICFL makes pseudo data of classes; these data have none.")
         x = self.pseudo_data(state, engine, rng, self.pseudo_samples)
         return x, probabilities(engine.forward, state.centers, x)
+
+    def nearest(self, distances: Tensor, clients: Tensor, counts: Tensor, engine: Engine, rng: Rng) -> Tensor:
+        """The nearest center by class-wise distances [c, K, L], [c]; -1 where it is not known.
+
+        Weak privacy: the server weighs by the label counts. Strong: the client does, and answers with the index.
+        """
+        if self.privacy == "weak":
+            own = counts[clients].to(engine.device)
+            chosen = weighted(distances, own).argmin(1)
+            # Without its label counts every center is at distance 0 from a client: it stays where it is.
+            return torch.where(own.sum(1) > 0, chosen, -1).cpu()
+        # A client that does not answer the second question stays where it is.
+        chosen = torch.full((len(clients),), -1, dtype=torch.int64)
+        for chunk in engine.call(nearest, clients, each={"distances": distances}, rng=rng.at("nearest")):
+            chosen[chunk.positions] = chunk.answer.choice.cpu()
+        return chosen
+
+    def assign(self, state: MDICFLState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+        """A newcomer trains once from the common model, and is assigned as in a round."""
+        labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
+        counts = self._asked_counts(engine, newcomers, rng.at("met"))
+        x, told = self.pseudo(state, engine, rng.at("prepare"))
+        for chunk in self.train_from_common(state, engine, newcomers, rng.at("train")):
+            distances = class_distances(engine.forward, chunk.answer.params, told, x)
+            labels[chunk.positions] = self.nearest(distances, chunk.clients, counts, engine, rng)
+        return labels
+
+    def _with_counts(self, state: MDICFLState, engine: Engine, cohort: Tensor, rng: Rng) -> MDICFLState:
+        """Under weak privacy, ask new clients for their label counts, and again those that did not answer."""
+        if self.privacy == "weak":
+            silent = cohort[(state.labels[cohort] >= 0) & (state.counts[cohort].sum(1) == 0)]
+            state = self.joined(state, engine, silent, rng.at("met again")) if len(silent) else state
+        unknown = cohort[state.labels[cohort] < 0]
+        return self.joined(state, engine, unknown, rng.at("met")) if len(unknown) else state
+
+    def joined(self, state: MDICFLState, engine: Engine, clients: Tensor, rng: Rng) -> MDICFLState:
+        """Under weak privacy a client sends its label counts, once."""
+        if self.privacy == "strong":
+            return state
+        known = state.counts if len(state.counts) == engine.num_clients else None
+        return replace(state, counts=self._asked_counts(engine, clients, rng, known))
+
+    def _asked_counts(self, engine: Engine, clients: Tensor, rng: Rng, known: Tensor | None = None) -> Tensor:
+        """Label counts of everyone [N, L], those of `clients` asked for now; zeros where not known."""
+        if known is None:
+            known = torch.zeros(engine.num_clients, max(1, engine.task.num_classes), dtype=torch.int64)
+        counts = known.clone()
+        if self.privacy == "weak":
+            for chunk in engine.call(label_counts, clients, rng=rng):
+                counts[chunk.clients] = chunk.answer.counts.cpu()
+        return counts
 
     def pseudo_data(self, state: MDICFLState, engine: Engine, rng: Rng, samples: int) -> Tensor:
         """Pseudo data of every center: [K, L, samples, ...]."""
@@ -113,46 +181,12 @@ class MDICFL(CenterMethod):
             **more,
         )
 
-    def round(self, state: MDICFLState, engine: Engine, cohort: Tensor, rng: Rng) -> MDICFLState:
-        """Under weak privacy those who did not tell their label counts when they were met are asked again."""
-        if self.privacy == "weak":
-            silent = cohort[(state.labels[cohort] >= 0) & (state.counts[cohort].sum(1) == 0)]
-            state = self.met(state, engine, silent, rng.at("met again")) if len(silent) else state
-        after: MDICFLState = super().round(state, engine, cohort, rng)
-        return after
-
-    def choose(self, context: Any, chunk: Chunk, state: Any, engine: Engine, rng: Rng) -> Tensor:
-        """Weak: the server weighs by the label counts. Strong: the client does, and says which."""
-        x, told = context
-        by_class = class_distances(engine.forward, chunk.answer.params, told, x)  # [c, K, L]
-        if self.privacy == "weak":
-            counts = state.counts[chunk.clients].to(engine.device)
-            chosen = weighted(by_class, counts).argmin(1)
-            # Without its label counts every center is at distance 0 from a client: it stays where it is.
-            return torch.where(counts.sum(1) > 0, chosen, -1).cpu()
-        # A client that does not answer the second question stays where it is.
-        chosen = torch.full((len(chunk.clients),), -1, dtype=torch.int64)
-        for answer in engine.call(nearest, chunk.clients, each={"distances": by_class}, rng=rng.at("nearest")):
-            chosen[answer.positions] = answer.answer.choice.cpu()
-        return chosen
-
-    def train_from(self, state: Any, engine: Engine, cohort: Tensor, rows: Tensor, rng: Rng) -> Iterator[Chunk]:
+    def train_from(self, state: MDICFLState, engine: Engine, cohort: Tensor, rows: Tensor, rng: Rng) -> Iterator[Chunk]:
         """Only models come back."""
         table = torch.cat([state.centers, state.common.unsqueeze(0)])
         return engine.call(train_only, cohort, models=table, refs=rows, work=self.work(engine), rng=rng)
 
-    def met(self, state: MDICFLState, engine: Engine, clients: Tensor, rng: Rng) -> MDICFLState:
-        """Under weak privacy a client sends its label counts, once."""
-        if self.privacy == "strong":
-            return state
-        counts = torch.zeros(engine.num_clients, max(1, engine.task.num_classes), dtype=torch.int64)
-        if len(state.counts) == engine.num_clients:
-            counts = state.counts.clone()
-        for chunk in engine.call(label_counts, clients, rng=rng):
-            counts[chunk.clients] = chunk.answer.counts.cpu()
-        return replace(state, counts=counts)
-
-    def exhibits(self, state: Any, engine: Engine, rng: Rng) -> dict[str, NDArray[Any]]:
+    def exhibits(self, state: MDICFLState, engine: Engine, rng: Rng) -> dict[str, NDArray[Any]]:
         """Pseudo samples of the last centers (Fig. 7) and who calls them what (Figs. 5 and 6).
 
         `told` [K, K, L, L]: what center i says, on average, of center j's samples of class k. `witness` [K, L, L]: what
@@ -174,7 +208,7 @@ class MDICFL(CenterMethod):
             found["witness"] = torch.stack(judged).float().cpu().numpy()
         return found
 
-    def _witnesses(self, state: Any, engine: Engine, rng: Rng) -> Tensor:
+    def _witnesses(self, state: MDICFLState, engine: Engine, rng: Rng) -> Tensor:
         """A new model for each cluster, trained by its members from random weights: [K, P]."""
         drawn = [engine.task.draw(rng.at("model", k)) for k in range(self.num_clusters)]
         models = torch.stack(drawn).to(engine.device, engine.dtype)
@@ -189,10 +223,6 @@ class MDICFL(CenterMethod):
             models = sums.means(keep=models)
         return models
 
-    def _without_clients(self, state: Any, engine: Engine) -> Any:
-        """Newcomers have told nothing yet."""
-        return replace(super()._without_clients(state, engine), counts=torch.empty(0, dtype=torch.int64))
-
-    def personal(self, state: Any, clients: Tensor) -> Personal:
+    def personal(self, state: MDICFLState, clients: Tensor) -> Personal:
         """The center; under strong privacy scores are computed by the client, and losses stay with it."""
         return replace(super().personal(state, clients), private=self.privacy == "strong")

@@ -9,13 +9,13 @@ out, `"hf"` takes them as a difference of gradients (Eq. 12, delta = 1e-3). A cl
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from coterie.client.work import SGD, FirstOrderMAML, HessianFreeMAML
 from coterie.engines.base import Engine
-from coterie.methods.base import Personal, register
+from coterie.methods.base import ClusterState, Personal, register
 from coterie.methods.fedavg import FedAvg
 from coterie.settings import setting
 
@@ -43,6 +43,6 @@ class PerFedAvg(FedAvg):
         """What a client does with the center before it uses it."""
         return SGD(lr=self.inner_lr, steps=self.adapt_steps, batch_size=work.batch_size)
 
-    def personal(self, state: Any, clients: Tensor) -> Personal:
+    def personal(self, state: ClusterState, clients: Tensor) -> Personal:
         """The center after adapting on the client's training data."""
         return replace(super().personal(state, clients), adapt=self.adaptation)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class TKMState(ClusterState):
 
 @register
 @dataclass(frozen=True)
-class RobustTKM(Averaging):
+class RobustTKM(Averaging[TKMState]):
     """Local models, one trimmed k-means, then a robust mean in each cluster."""
 
     key: ClassVar[str] = "robust_tkm"
@@ -57,7 +57,7 @@ class RobustTKM(Averaging):
     pretrain: int = setting(5, "rounds' worth of work that clients do alone before the clustering", ge=1)
     restarts: int = setting(20, "random restarts of the clustering", ge=1)
 
-    def start(self, task: Task, engine: Engine, rng: Rng) -> Any:
+    def start(self, task: Task, engine: Engine, rng: Rng) -> TKMState:
         """Everyone trains alone; one trimmed k-means."""
         state = TKMState.common_start(engine, self.num_clusters)
         everyone = engine.everyone()
@@ -95,14 +95,14 @@ class RobustTKM(Averaging):
         centers = average.means(keep=state.centers)
         return replace(state, centers=centers, labels=labels, local_centers=centers.clone())
 
-    def _alone(self, state: Any, engine: Engine, clients: Tensor, rng: Rng) -> Iterator[Chunk]:
+    def _alone(self, state: TKMState, engine: Engine, clients: Tensor, rng: Rng) -> Iterator[Chunk]:
         work: SGD = engine.task.work.at(0)
         steps = None if work.steps is None else work.steps * self.pretrain
         longer = replace(work, epochs=work.epochs * self.pretrain, steps=steps)
         refs = torch.zeros(len(clients), dtype=torch.int64)
         return engine.call(train, clients, models=state.common.unsqueeze(0), refs=refs, work=longer, rng=rng)
 
-    def round(self, state: Any, engine: Engine, cohort: Tensor, rng: Rng) -> Any:
+    def round(self, state: TKMState, engine: Engine, cohort: Tensor, rng: Rng) -> TKMState:
         """Each cluster trains its own model; labels stay."""
         labels = state.labels.clone()
         unknown = cohort[labels[cohort] < 0]
@@ -117,7 +117,7 @@ class RobustTKM(Averaging):
             average.add(chunk.answer.params, labels[chunk.clients])
         return replace(state, centers=average.means(keep=state.centers), labels=labels)
 
-    def assign(self, state: Any, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+    def assign(self, state: TKMState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
         """A newcomer trains alone as everyone did at the start, and goes to the nearest of the first centers."""
         labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
         cut = engine.task.layout.num_parameters

@@ -201,7 +201,7 @@ class _Start:
 
     def _train(self, clients: Tensor) -> Iterator[Chunk]:
         one = FeSEM(num_clusters=1)
-        state = one.state_type.common_start(self._engine, 1)
+        state = CenterState.common_start(self._engine, 1)
         return one.train_from(state, self._engine, clients, torch.zeros_like(clients), self._rng)
 
 
@@ -209,12 +209,13 @@ class _Start:
 class _Watched(FeSEM):
     """FeSEM that notes how far each model is from the center it is assigned to."""
 
-    seen: dict[int, float] = field(default_factory=dict)  # client -> squared distance, in the last round
+    seen: list[tuple[float, int]] = field(default_factory=list)  # squared distance and cluster of each model
 
-    def distances(self, context: Any, params: Tensor, clients: Tensor, state: Any, engine: Engine) -> Tensor:
+    def distances(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:
         """As FeSEM."""
-        found = super().distances(context, params, clients, state, engine)
-        self.seen.update(zip(clients.tolist(), found.min(1).values.tolist(), strict=True))
+        found = super().distances(params, state, engine)
+        least = found.min(1)
+        self.seen.extend(zip(least.values.tolist(), least.indices.tolist(), strict=True))
         return found
 
 
@@ -226,7 +227,7 @@ def _few_rounds(
     method = _Watched(num_clusters=k, guard=False)
     labels = torch.full((engine.num_clients,), -1, dtype=torch.int64)
     labels[start.clients] = found
-    state = method.state_type.common_start(engine, k, mean_samples=start.mean_samples)
+    state = CenterState.common_start(engine, k, mean_samples=start.mean_samples)
     sums = CenterSums(k, like=state.centers)
     for chunk in start.models():
         sums.add(chunk.answer.params, labels[chunk.clients])
@@ -234,19 +235,20 @@ def _few_rounds(
     before = state
     for number in range(1, rounds + 1):
         engine.begin(number, "round")
+        method.seen.clear()
         before, state = state, method.round(state, engine, start.clients, rng.at(number))
     return state, _intra_distance(method.seen, before, state, engine.task.layout.num_parameters)
 
 
-def _intra_distance(seen: dict[int, float], before: CenterState, after: CenterState, cut: int) -> float:
+def _intra_distance(seen: list[tuple[float, int]], before: CenterState, after: CenterState, cut: int) -> float:
     """Root mean square distance of the last round's models to the means that they became.
 
     Known are their distances to the centers before: sum |w - c|^2 = sum |w - c'|^2 + n |c - c'|^2.
     """
-    labels = after.labels[list(seen)]
+    labels = torch.tensor([cluster for _, cluster in seen], dtype=torch.int64)
     sizes = torch.bincount(labels, minlength=after.num_clusters).double()  # [K]
     moved = (after.centers[:, :cut] - before.centers[:, :cut]).double().square().sum(1).cpu()  # [K]
-    total = sum(seen.values()) - float(sizes @ moved)
+    total = sum(distance for distance, _ in seen) - float(sizes @ moved)
     return math.sqrt(max(0.0, total) / max(1, len(seen)))
 
 

@@ -41,7 +41,7 @@ Tables = dict[str, dict[str, Any]]
 class Experiment:
     """One run with every setting resolved: what `tables` writes to config.toml resolves to the same experiment."""
 
-    algorithm: Algorithm
+    algorithm: Algorithm[Any]
     algorithm_name: str
     dataset: str
     model: str | Builder

@@ -67,7 +67,7 @@ class Trainer:
 
     def __init__(
         self,
-        algorithm: Algorithm,
+        algorithm: Algorithm[Any],
         engine: Engine,
         federation: Federation,
         schedule: Schedule,

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.methods.base import Algorithm, Personal
+from coterie.methods.base import Algorithm, Personal, S
 from coterie.client.block import adapt, own_model
 from coterie.engines.base import Engine
 from coterie.engines import make_engine
@@ -107,7 +107,7 @@ class Newcomers:
             yield from zip(chunk.clients.tolist(), chunk.answer.params, strict=True)
 
 
-def meet(algorithm: Algorithm, state: Any, engine: Engine, federation: Federation, round: int, rng: Rng) -> Newcomers:
+def meet(algorithm: Algorithm[S], state: S, engine: Engine, federation: Federation, round: int, rng: Rng) -> Newcomers:
     """Assign clients that are new to the run of `engine`, whose state after `round` is `state`, and evaluate them."""
     present = replace(federation.at(round), moves=())
     fresh = _engine_like(engine, present)

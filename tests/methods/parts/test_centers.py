@@ -11,8 +11,10 @@ import torch
 from coterie.data.federation import Split
 from coterie.engines.mock import MockEngine
 from coterie.methods.base import algorithms
-from coterie.methods.parts.centers import CenterMethod, Watch, mend, rows_of, split_widest
+from coterie.methods.parts.centers import CenterMethod, RoundUpdate, Watch, rows_of
 from coterie.methods.parts.clustering import squared_distances
+from coterie.methods.parts.guard import guarded, repaired, split_widest
+from coterie.methods.parts.start import clustered_start, random_start
 from coterie.randomness import Rng, name_keys
 from coterie.runs.loop import Schedule
 from coterie.settings import fields_of
@@ -28,8 +30,18 @@ class Nearest(CenterMethod):
 
     key: ClassVar[str] = "nearest"
 
-    def distances(self, context, params, clients, state, engine):
-        return squared_distances(params, state.centers)
+    def start(self, task, engine, rng):
+        begin = random_start if self.init == "paper" else clustered_start
+        return begin(self, self.empty_state(engine), engine, rng)
+
+    def choose(self, chunk, state):
+        return squared_distances(chunk.answer.params, state.centers).argmin(1)
+
+    def round(self, state, engine, cohort, rng):
+        update = RoundUpdate(self, state, engine)
+        for chunk in self.train(state, engine, cohort, rng.at("train")):
+            update.add(chunk, self.choose(chunk, state))
+        return guarded(self, state, update, engine, rng)
 
 
 def at_home(homes, **more):
@@ -231,8 +243,8 @@ def test_a_round_that_nobody_answers_changes_nothing():
 class Undecided(Nearest):
     """Cannot say where odd clients belong."""
 
-    def choose(self, context, chunk, state, engine, rng):
-        return torch.where(chunk.clients % 2 == 1, -1, super().choose(context, chunk, state, engine, rng))
+    def choose(self, chunk, state):
+        return torch.where(chunk.clients % 2 == 1, -1, super().choose(chunk, state))
 
 
 def test_a_client_that_is_placed_nowhere_stays_where_it_is():
@@ -329,7 +341,7 @@ def test_an_empty_cluster_gets_half_of_the_widest():
     assert after.repairs == [
         {"round": 3, "cluster": 1, "reason": "cluster 1 was empty: cluster 0 was split into 3 and 3 clients"}
     ]
-    assert after.mended_in == 3
+    assert after.repaired_in == 3
 
 
 def test_a_repair_is_weighted_as_the_round_is():
@@ -407,16 +419,16 @@ def test_clusters_that_are_apart_by_a_typical_update_are_left_alone():
 def test_no_repair_within_two_rounds_of_the_last():
     for last, is_due in ((3, False), (2, False), (1, True), (-2, True)):
         method, engine, state = emptied(round=3)
-        after = method.round(replace(state, mended_in=last), engine, engine.everyone(), RNG)
+        after = method.round(replace(state, repaired_in=last), engine, engine.everyone(), RNG)
         assert bool(after.repairs) == is_due
-        assert after.mended_in == (3 if is_due else last)
+        assert after.repaired_in == (3 if is_due else last)
         assert ("repair/train" in engine.ledger.entries) == is_due
 
 
 def test_a_repair_is_added_to_those_before():
     method, engine, state = emptied(round=9)
     old = {"round": 2, "cluster": 0, "reason": "x"}
-    after = method.round(replace(state, repairs=[old], mended_in=2), engine, engine.everyone(), RNG)
+    after = method.round(replace(state, repairs=[old], repaired_in=2), engine, engine.everyone(), RNG)
     assert [repair["round"] for repair in after.repairs] == [2, 9]
     assert state.repairs == []
 
@@ -450,7 +462,7 @@ def test_one_cluster_is_never_repaired():
 
 def test_the_guard_has_nothing_to_look_at_where_nobody_answered():
     method, engine, state = emptied()
-    assert mend(method, state, state, engine, Watch(engine, True), RNG) is state
+    assert repaired(method, state, state, engine, Watch(engine, True), RNG) is state
 
 
 def test_absent_clients_are_not_split():

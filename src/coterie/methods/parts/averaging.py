@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coterie.engines.base import Engine
-from coterie.methods.base import Algorithm
+from coterie.methods.base import Algorithm, S
 from coterie.methods.parts.clustering import CenterSums
 from coterie.settings import setting
 
@@ -109,7 +109,7 @@ def _krum(rows: Tensor, bad: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Averaging(Algorithm):
+class Averaging(Algorithm[S]):
     """A method that averages models."""
 
     robust: Literal["none", "trimmed_mean", "median", "krum"] = setting(

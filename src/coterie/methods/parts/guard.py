@@ -1,0 +1,159 @@
+"""The guard: notices broken clusters after a round and repairs them.
+
+An empty cluster, or two centers that are the same, are repaired: the cluster whose members pull apart most is split
+by 2-means on sketches of their updates, and the freed center becomes the mean of one half. And a client whose first
+model, begun at the same point as everyone's, is clearly nearer to those of another cluster is moved there. Every
+repair is recorded with round and reason. The guard sees what the server sees anyway (models, labels): neither true
+groups nor test data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from coterie.engines.base import Engine
+from coterie.methods.base import ClusterState
+from coterie.methods.parts.centers import (
+    REST,
+    C,
+    CenterMethod,
+    RoundUpdate,
+    Watch,
+    first_model_distances,
+    samples_of,
+)
+from coterie.methods.parts.clustering import kmeans
+from coterie.randomness import Rng
+
+_SAME = 0.05  # centers nearer than this share of a typical update are the same
+_CLEARLY = 0.7  # a client is moved only if another cluster is nearer by this factor (of the squared distance)
+
+
+def guarded(method: CenterMethod[C], before: C, update: RoundUpdate[C], engine: Engine, rng: Rng) -> C:
+    """The state after a round, with what is broken repaired where the method has its guard on."""
+    after = update.averaged()
+    if not method.guard:
+        return after
+    after = repaired(method, before, after, engine, update.watch, rng)
+    return reassigned(after, engine) if method.compares_first_models else after
+
+
+def reassigned(state: C, engine: Engine) -> C:
+    """Move clients that the start put into the wrong cluster, and that stay there because they train from there.
+
+    They are judged by their first models, which all began at the same point. A client that has changed its cluster by
+    itself is left alone: it may have become another kind since.
+    """
+    if len(state.sketches) != len(state.labels) or engine.round % 2:
+        return state
+    known = (state.labels >= 0) & ~state.moved & (state.sketches != 0).any(1).cpu()
+    distances = first_model_distances(state.sketches, state)  # [N, K]
+    own = distances.gather(1, state.labels.clamp_min(0).to(distances.device).unsqueeze(1))[:, 0]
+    best = distances.min(1)
+    wrong = known & (best.values < _CLEARLY * own).cpu()
+    if not bool(wrong.any()):
+        return state
+    labels = torch.where(wrong, best.indices.cpu(), state.labels)
+    reason = f"{int(wrong.sum())} client(s) were nearer to another cluster by their first models, and moved there"
+    repair = {"round": engine.round, "cluster": None, "reason": reason}
+    return replace(state, labels=labels, repairs=[*state.repairs, repair], stable_rounds=0)
+
+
+def repaired(method: CenterMethod[C], before: C, after: C, engine: Engine, watch: Watch, rng: Rng) -> C:
+    """Repair one broken cluster, if there is one; the state after it, with the repair recorded."""
+    if not watch or method.num_clusters < 2 or engine.round - after.repaired_in < REST:
+        return after
+    clients, started, updates = watch.result()
+    labels = after.labels.clone()
+    broken, reason = _find_broken(after, updates, engine)
+    if broken is None:
+        return after
+    labels[labels == broken] = _nearest_other(after, broken, engine)
+    split = split_widest(updates, labels[clients], engine.keys[clients], method.num_clusters, rng.at("split"))
+    if split is None:
+        return after
+    wide, half = split
+    members = clients[labels[clients] == wide]
+    leaving = members[half]
+    labels[leaving] = broken
+    # The members train once more, in the same way: their models are needed again, and come back the same.
+    average = method.average(before, engine)
+    started_of = {int(c): int(r) for c, r in zip(clients, started, strict=True)}
+    rows = torch.tensor([started_of[int(c)] for c in members])
+    answered = 0
+    engine.begin(engine.round, "repair")
+    for chunk in method.train_from(before, engine, members, rows, rng.at("train")):
+        weights = samples_of(chunk) if method.weighting == "samples" else None
+        average.add(chunk.answer.params, labels[chunk.clients], weights)
+        answered += int((labels[chunk.clients] == broken).sum())
+    engine.begin(engine.round, "round")
+    if not answered:
+        return after  # nothing to make the freed center of
+    kept = len(members) - len(leaving)
+    repair = {
+        "round": engine.round,
+        "cluster": broken,
+        "reason": f"{reason}: cluster {wide} was split into {kept} and {len(leaving)} clients",
+    }
+    return replace(
+        after,
+        centers=average.means(keep=after.centers),
+        labels=labels,
+        repaired_in=engine.round,
+        stable_rounds=0,
+        repairs=[*after.repairs, repair],
+    )
+
+
+def _find_broken(state: ClusterState, updates: Tensor, engine: Engine) -> tuple[int | None, str]:
+    """The first cluster that is empty or the same as another, and why."""
+    sizes = torch.bincount(state.labels[state.labels >= 0], minlength=state.num_clusters)
+    empty = (sizes == 0).nonzero().flatten().tolist()
+    if empty:
+        return empty[0], f"cluster {empty[0]} was empty"
+    cut = engine.task.layout.num_parameters
+    apart = torch.cdist(state.centers[:, :cut], state.centers[:, :cut])
+    typical = updates.norm(dim=1).mean()
+    same = (torch.triu(apart, 1) + torch.tril(torch.full_like(apart, torch.inf)) < _SAME * typical).nonzero()
+    if len(same):
+        one, other = same[0].tolist()
+        return other, f"clusters {one} and {other} were the same"
+    return None, ""
+
+
+def _nearest_other(state: ClusterState, broken: int, engine: Engine) -> int:
+    """The center nearest to a broken one: where its members, if it has any, go."""
+    cut = engine.task.layout.num_parameters
+    apart = (state.centers[:, :cut] - state.centers[broken, :cut]).norm(dim=1)
+    apart[broken] = torch.inf
+    return int(apart.argmin())
+
+
+def split_widest(
+    updates: Tensor, labels: Tensor, keys: Tensor, num_clusters: int, rng: Rng, least: int = 2
+) -> tuple[int, Tensor] | None:
+    """The cluster whose members pull apart most, and which of its members leave: [members] bool.
+
+    For each cluster 2-means on its members' updates; the gain is what splitting takes off the sum of squares,
+    relative to that sum, times the number of members.
+    """
+    best: tuple[float, int, Tensor] | None = None
+    for k in range(num_clusters):
+        mine = (labels == k).nonzero().flatten()
+        if len(mine) < 2 * least:
+            continue
+        rows = updates[mine.to(updates.device)]
+        total = float((rows - rows.mean(0)).square().sum())
+        if total <= 0:
+            continue
+        found = kmeans(rows, 2, rng.at(k), keys[mine], restarts=5)
+        sizes = torch.bincount(found.labels, minlength=2)
+        if int(sizes.min()) < least:
+            continue
+        gain = (total - found.inertia) / total * len(mine)
+        if best is None or gain > best[0]:
+            best = (gain, k, found.labels == int(sizes.argmin()))
+    return None if best is None else (best[1], best[2])
