@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from coterie.version import VERSION
 from coterie.data.federation import Federation
 from coterie.engines import make_engine
 from coterie.engines.base import Engine
@@ -25,6 +24,8 @@ from coterie.runs.newcomers import Newcomers, split_unseen
 from coterie.runs.observers import Listener, RunInfo, Several
 from coterie.runs.result import Result
 from coterie.settings import check
+from coterie.version import VERSION
+
 
 def execute(
     experiment: Experiment,
