@@ -16,7 +16,6 @@ from coterie.data.fetch import RECIPES, fetch
 from coterie.data.sources.npz import read_npz
 from coterie.errors import DataError, MissingExtra, StorageError, UnknownName
 from coterie.randomness import Rng
-
 from tests.data.sources.conftest import hub  # noqa: F401
 from tests.data.sources.originals import CASES
 

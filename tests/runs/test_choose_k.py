@@ -10,7 +10,6 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from coterie.runs.experiment import Experiment
 from coterie.errors import ConfigError
 from coterie.methods.fesem import FeSEM
 from coterie.randomness import Rng
@@ -26,7 +25,6 @@ from coterie.runs.choose_k import (
 )
 from coterie.runs.experiment import merge, resolve
 from coterie.views import plots
-
 from tests.helpers import ragged_federation, setup_of
 
 

@@ -12,16 +12,15 @@ import pytest
 import torch
 
 import coterie
-from coterie.runs.execution import execute
 from coterie.data.federation import Federation
 from coterie.engines.base import Chunk
 from coterie.errors import Interrupted
 from coterie.methods.base import find_algorithm
 from coterie.randomness import Rng
+from coterie.runs.execution import execute
 from coterie.runs.exhibits import MOST_MEMBERS, MOST_PICTURES, Sketches, fold, listening, member_pictures
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Schedule, Trainer
-
 from tests.helpers import ragged_federation, setup_of, trainer_of
 
 

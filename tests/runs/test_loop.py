@@ -18,11 +18,11 @@ from torch import Tensor
 import coterie
 from coterie import SGD, Algorithm, FeSEM
 from coterie.api import Result
-from coterie.runs.experiment import Experiment
-from coterie.runs.execution import execute
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError, Interrupted, StorageError
 from coterie.methods.base import algorithms
+from coterie.runs.execution import execute
+from coterie.runs.experiment import Experiment
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Schedule
 from coterie.settings import fields_of

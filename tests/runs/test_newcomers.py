@@ -13,13 +13,12 @@ import torch
 import coterie
 from coterie import SGD, FedAvg, FeSEM, Local
 from coterie.api import Result, open_run
-from coterie.runs.experiment import Experiment
-from coterie.runs.execution import execute
 from coterie.data.federation import Federation
 from coterie.errors import CheckpointError, ConfigError, DataError, RunError
 from coterie.methods.base import algorithms
 from coterie.methods.fedds import FedDSMIC
 from coterie.methods.md_icfl import MDICFL
+from coterie.runs.execution import execute
 from coterie.runs.experiment import merge, resolve
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Schedule

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from coterie.runs.execution import execute
 from coterie.errors import Interrupted
 from coterie.methods.base import find_algorithm
+from coterie.runs.execution import execute
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Schedule
 from coterie.runs.observers import Observer, RunInfo, Several
-
 from tests.helpers import setup_of
 
 

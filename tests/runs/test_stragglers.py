@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from coterie.runs.execution import execute
 from coterie.errors import ConfigError
 from coterie.methods.base import Algorithm, algorithms
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fesem import FeSEM
 from coterie.methods.local import Local
 from coterie.methods.md_icfl import MDICFL
+from coterie.runs.execution import execute
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Schedule
 from coterie.settings import fields_of

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from coterie.runs.execution import execute
 from coterie.errors import Interrupted, MissingExtra, UnknownName
 from coterie.methods.base import find_algorithm
+from coterie.runs.execution import execute
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Schedule
 from coterie.runs.observers import Observer, RunInfo
 from coterie.runs.trackers import Careful, scalars, trackers
-
 from tests.cli.conftest import TINY, Command, command
 from tests.helpers import setup_of
 

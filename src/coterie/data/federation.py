@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.data.transforms import View, apply_view
 from coterie.errors import DataError
 from coterie.randomness import name_keys
-from coterie.data.transforms import View, apply_view
 
 SplitName = Literal["train", "valid", "test"]
 

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.data.readers.idx import read_pair
 from coterie.data.sources.emnist import Emnist
 from coterie.data.sources.leaf import CELEBA_SIZE
 from coterie.data.sources.npz import count_samples
 from coterie.data.sources.stored import checksum, checksum_path, data_folder, verify
 from coterie.errors import DataError, MissingExtra, StorageError, UnknownName
-from coterie.data.readers.idx import read_pair
 
 _BATCH = 1_000  # pictures decoded at a time
 Progress = Callable[[int, int], None]  # pictures done, pictures in all

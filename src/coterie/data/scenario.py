@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from coterie.data.dataset import Dataset
-from coterie.errors import ConfigError, DataError, UnknownName
 from coterie.data.federation import Federation, Move, Split, cut
+from coterie.data.transforms import View
+from coterie.errors import ConfigError, DataError, UnknownName
 from coterie.randomness import Rng, name_keys, uniform
 from coterie.settings import build, fields_of, setting, values_of
-from coterie.data.transforms import View
 
 
 @dataclass(frozen=True)

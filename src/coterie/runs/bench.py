@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from coterie.version import VERSION
-from coterie.methods.base import find_algorithm
-from coterie.runs.experiment import Experiment
 from coterie.client.block import train
-from coterie.methods.parts.clustering import CenterSums
-from coterie.engines.base import Engine, resolve_device
-from coterie.engines import make_engine
-from coterie.data.federation import Federation
 from coterie.client.work import SGD
+from coterie.data.federation import Federation
+from coterie.engines import make_engine
+from coterie.engines.base import Engine, resolve_device
+from coterie.methods.base import find_algorithm
+from coterie.methods.parts.clustering import CenterSums
 from coterie.nets.registry import build_model
 from coterie.peers import Peer, Round
 from coterie.randomness import Rng, mix, permutations
+from coterie.runs.experiment import Experiment
 from coterie.runs.loop import Schedule
+from coterie.version import VERSION
 
 PLAIN, OURS = "plain loop", "coterie"
 

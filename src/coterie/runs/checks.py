@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import RunError
-from coterie.runs.metrics import QUANTILES, quantiles
 from coterie.runs.files import first_line
+from coterie.runs.metrics import QUANTILES, quantiles
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

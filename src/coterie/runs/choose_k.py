@@ -25,19 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.methods.fesem import FeSEM
 from coterie.client.block import Answer, Block, Models, client_step
+from coterie.client.work import SGD
+from coterie.data.federation import Federation
+from coterie.engines import make_engine
+from coterie.engines.base import Chunk, Engine
+from coterie.errors import ConfigError
+from coterie.methods.fesem import FeSEM
 from coterie.methods.parts.centers import CenterState
 from coterie.methods.parts.clustering import CenterSums, Sketch, kmeans
+from coterie.randomness import Rng, uniform
 from coterie.runs.experiment import Experiment
-from coterie.engines.base import Chunk, Engine
-from coterie.engines import make_engine
-from coterie.errors import ConfigError
-from coterie.data.federation import Federation
-from coterie.client.work import SGD
 from coterie.runs.metrics import spread
 from coterie.runs.newcomers import split_unseen
-from coterie.randomness import Rng, uniform
 from coterie.settings import check
 
 SAMPLE, ROUNDS, LARGEST = 100, 3, 8  # defaults; the first two are the paper's

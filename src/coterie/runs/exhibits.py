@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from coterie.client.block import OWN_MODEL
-from coterie.methods.parts.clustering import fold
-from coterie.engines.base import Chunk, Engine
 from coterie.data.federation import Federation
 from coterie.data.pictures import black_and_white, is_picture, picture, spread_evenly
+from coterie.engines.base import Chunk, Engine
+from coterie.methods.parts.clustering import fold
 from coterie.randomness import Rng, bits
 
 Arrays = dict[str, NDArray[Any]]

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from coterie.methods.base import Algorithm, find_algorithm
-from coterie.data.dataset import find_preset, source_class
-from coterie.errors import ConfigError, UnknownName
-from coterie.data.federation import Federation
-from coterie.client.work import SGD
 from coterie.client.block import Task
-from coterie.nets.registry import Builder, ModelMaker, find_model, import_object, model_settings
-from coterie.nets.flat import LOSSES, Loss
-from coterie.randomness import Rng
+from coterie.client.work import SGD
+from coterie.data.dataset import find_preset, source_class
+from coterie.data.federation import Federation
 from coterie.data.scenario import Scenario
-from coterie.settings import build, fields_of, parse_value, values_of
+from coterie.errors import ConfigError, UnknownName
+from coterie.methods.base import Algorithm, find_algorithm
+from coterie.nets.flat import LOSSES, Loss
+from coterie.nets.registry import Builder, ModelMaker, find_model, import_object, model_settings
+from coterie.randomness import Rng
 from coterie.runs.loop import Schedule
+from coterie.settings import build, fields_of, parse_value, values_of
 
 TABLES = ("run", "algorithm", "work", "dataset", "scenario", "model", "engine")
 RUN_KEYS = (

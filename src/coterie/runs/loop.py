@@ -13,17 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.methods.base import Algorithm, Personal
-from coterie.engines.attacks import Attack
 from coterie.client.block import adapt_and_evaluate, evaluate, evaluate_privately
+from coterie.data.federation import Federation
+from coterie.engines.attacks import Attack
 from coterie.engines.base import Engine, Failure
 from coterie.errors import ConfigError, Interrupted
+from coterie.methods.base import Algorithm, Personal
+from coterie.randomness import Rng
 from coterie.runs.exhibits import Arrays, Sketches, listening, member_pictures
-from coterie.data.federation import Federation
+from coterie.runs.folder import Checkpoint, RunFolder
 from coterie.runs.metrics import agreement, best_rounds, churn, cluster_sizes, evaluation, quantiles
 from coterie.runs.observers import Listener, Row, Several
-from coterie.randomness import Rng
-from coterie.runs.folder import Checkpoint, RunFolder
 from coterie.settings import check, setting
 
 _SHOW_EVERY = 2.0  # seconds between two looks that others get at a run that goes on

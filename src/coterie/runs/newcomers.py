@@ -15,15 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.methods.base import Algorithm, Personal, S
 from coterie.client.block import adapt, own_model
-from coterie.engines.base import Engine
-from coterie.engines import make_engine
-from coterie.errors import ConfigError, DataError
 from coterie.data.federation import Federation
-from coterie.runs.metrics import agreement, evaluation
+from coterie.engines import make_engine
+from coterie.engines.base import Engine
+from coterie.errors import ConfigError, DataError
+from coterie.methods.base import Algorithm, Personal, S
 from coterie.randomness import Rng, uniform
 from coterie.runs.loop import evaluate_clients
+from coterie.runs.metrics import agreement, evaluation
 
 
 def split_unseen(federation: Federation, share: float, seed: int) -> tuple[Federation, Federation | None]:

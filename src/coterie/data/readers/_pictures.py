@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import DataError, MissingExtra
 from coterie.data.readers._files import damaged
+from coterie.errors import DataError, MissingExtra
 
 Size = tuple[int, int]  # height, width
 

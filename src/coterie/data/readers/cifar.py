@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import DataError
 from coterie.data.readers._files import DAMAGED, check_classes, damaged, must_exist, wrong
 from coterie.data.readers._pickles import RefusedPickle, load_plain
+from coterie.errors import DataError
 
 _PIXELS = 3 * 32 * 32
 _MOST_BYTES = 1 << 30  # CIFAR-100's train file has 155 MB; more in an archive is not CIFAR

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, DataError
 from coterie.data.readers._files import must_exist, wrong
 from coterie.data.readers._pictures import Size, pillow, read_picture
+from coterie.errors import ConfigError, DataError
 
 _FLAGS = {
     **dict.fromkeys(("1", "true", "yes", "train"), True),

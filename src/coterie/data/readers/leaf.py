@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import DataError
 from coterie.data.readers._files import check_classes, damaged, join, wrong
 from coterie.data.readers._pictures import pillow, read_picture
+from coterie.errors import DataError
 
 _CLASSES = {"femnist": 62, "celeba": 2}
 

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 
-from coterie.errors import DataError
 from coterie.data.scenario import Deal, Hand, Part, cut_own_tests, register_part, shuffled
+from coterie.errors import DataError
 from coterie.settings import setting
 
 

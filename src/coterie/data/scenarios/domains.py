@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from coterie.errors import ConfigError, DataError
 from coterie.data.scenario import Deal, Hand, Part, cut_own_tests, register_part, share_by_dirichlet, shuffled, top_up
+from coterie.errors import ConfigError, DataError
 from coterie.settings import setting
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coterie.errors import DataError
 from coterie.data.scenario import Deal, Part, register_part
-from coterie.settings import setting
 from coterie.data.transforms import Rotate, View
+from coterie.errors import DataError
+from coterie.settings import setting
 
 
 @register_part

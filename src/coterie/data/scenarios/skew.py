@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from coterie.errors import ConfigError, DataError
 from coterie.data.scenario import Deal, Hand, Part, register_part, shuffled
+from coterie.errors import ConfigError, DataError
 from coterie.settings import setting
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from coterie.data.dataset import Dataset, register_source
-from coterie.data.sources.stored import StoredSource, present
 from coterie.data.readers.cifar import Cifar, read_cifar10, read_cifar100
+from coterie.data.sources.stored import StoredSource, present
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import ClassVar
 import numpy as np
 
 from coterie.data.dataset import Dataset, register_source
+from coterie.data.readers.leaf import Leaf, read_celeba, read_femnist
 from coterie.data.sources.stored import StoredSource, present, resized
 from coterie.errors import DataError
-from coterie.data.readers.leaf import Leaf, read_celeba, read_femnist
 from coterie.settings import setting
 
 _SPLIT_FOLDERS = ("train", "test", "all_data")

@@ -14,10 +14,10 @@ from typing import ClassVar
 import numpy as np
 
 from coterie.data.dataset import Dataset, register_source
-from coterie.data.sources.stored import StoredSource, numbered, present
-from coterie.errors import DataError
 from coterie.data.readers._files import join
 from coterie.data.readers.idx import read_pair, read_qmnist_labels
+from coterie.data.sources.stored import StoredSource, numbered, present
+from coterie.errors import DataError
 
 _IMAGES = {"train": "train-images-idx3-ubyte", "test": "t10k-images-idx3-ubyte"}
 _LABELS = {"train": "train-labels-idx1-ubyte", "test": "t10k-labels-idx1-ubyte"}

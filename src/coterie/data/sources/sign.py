@@ -13,10 +13,10 @@ from typing import ClassVar
 import numpy as np
 
 from coterie.data.dataset import Dataset, register_source
-from coterie.data.sources.stored import StoredSource, own_split
-from coterie.errors import DataError
 from coterie.data.readers._pictures import pillow, read_picture
 from coterie.data.readers.folder import read_folder
+from coterie.data.sources.stored import StoredSource, own_split
+from coterie.errors import DataError
 
 _SIDE = 28
 _KINDS = (".jpg", ".jpeg", ".png")

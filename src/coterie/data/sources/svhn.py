@@ -9,9 +9,9 @@ from typing import ClassVar
 import numpy as np
 
 from coterie.data.dataset import Dataset, register_source
-from coterie.data.sources.stored import StoredSource, present
 from coterie.data.readers._files import join
 from coterie.data.readers.mat import read_svhn
+from coterie.data.sources.stored import StoredSource, present
 
 _FILES = ("train_32x32.mat", "test_32x32.mat")
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from coterie.data.dataset import Dataset, register_source
-from coterie.data.sources.stored import StoredSource, present
 from coterie.data.readers.mat import read_usps
+from coterie.data.sources.stored import StoredSource, present
 
 _TRAIN, _TEST = ("usps.bz2", "usps"), ("usps.t.bz2", "usps.t")
 

@@ -1,0 +1,1 @@
+"""Samples, and how clients get them."""

@@ -1,0 +1,1 @@
+"""One run: settings, round loop, folder, metrics."""
