@@ -33,7 +33,7 @@ pictures: $(READY)  ## draw the README's pictures anew, from the demo (docs/pict
 	cp build/demo/pictures/compare-accuracy.png build/demo/pictures/fesem-s0/member-samples.png docs/pictures/
 
 test: $(READY)  ## run the tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 test-slow: $(READY)  ## run the slow tests too
 	$(BIN)/python -m pytest -q -m 'slow'
@@ -80,7 +80,7 @@ check: $(READY)  ## formatting, lint, types, tests with coverage
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q --cov --cov-report=term
+	$(BIN)/python -m pytest -q -n auto --cov --cov-report=term
 
 format: $(READY)  ## format and fix what can be fixed
 	$(BIN)/ruff format .
