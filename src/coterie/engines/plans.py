@@ -107,7 +107,7 @@ def signature(engine: InProcessEngine, names: list[str]) -> str:
         shapes,
         engine.task.input_shape,
         work.batch_size if work.batch_size != "full" else size,
-        bool(work.momentum),
+        (work.optimizer, work.make_optimizer().keeps, work.clip_norm is not None),
         min(engine.num_clients, _CLIENTS[engine.device.type]),
         names,
     ]
