@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from coterie.client.block import step_modules
 from coterie.client.optimizers import Optimizer, find_optimizer, move, optimizers, register_optimizer
 from coterie.client.stack import BatchPlan, Way
 from coterie.client.work import SGD, Corrected, FirstOrderMAML, Proximal
@@ -143,10 +144,10 @@ def test_plans_without_the_optimizer_are_skipped_and_the_run_says_so():
     made = engine(SGD(optimizer="adam"))
     assert made.way.name in ("stacked", "loop")
     assert made.notes == [
-        f"optimizer adam: the plans native and layers are for plain SGD; using {made.way.name}",
+        f"optimizer adam: the plans native and layers are for SGD; using {made.way.name}",
     ]
     assert engine(SGD(clip_norm=2.0), "stacked").notes == [
-        "clip_norm 2: the plans native and layers are for plain SGD; using stacked"
+        "clip_norm: the plans native and layers do not clip; using stacked"
     ]
     assert engine(SGD(), "stacked").notes == []
     with pytest.raises(ConfigError, match=r"engine.plan=layers is not possible .*; possible: stacked, loop\.$"):
@@ -182,6 +183,11 @@ def test_a_users_own_optimizer_is_module_and_class():
     work = SGD(lr=0.2, optimizer=name).for_run(5)
     for way in ("loop", "stacked", "loop+graph"):
         assert torch.allclose(trained(engine, WAYS[way](engine), work), expected, rtol=1e-12)
+
+
+def test_other_processes_are_told_the_modules_of_optimizers():
+    SGD(optimizer=f"{__name__}:HalfStep").for_run(5)
+    assert {__name__, "coterie.client.optimizers"} <= set(step_modules())
 
 
 def test_an_optimizer_is_registered_by_name(monkeypatch):

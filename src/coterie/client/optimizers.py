@@ -78,21 +78,21 @@ def optimizers() -> dict[str, type[Optimizer]]:
 
 
 def find_optimizer(name: str, may_import: bool = False) -> type[Optimizer]:
-    """The optimizer of a name or of `module:Class`.
+    """The optimizer of a name or of `module:Class`, which is known by that name from then on.
 
     The module is imported only where the user starts a run: a message must not choose what a site imports.
     """
-    if ":" not in name:
-        if name not in _OPTIMIZERS:
-            raise UnknownName("optimizer", name, _OPTIMIZERS)
+    if name in _OPTIMIZERS:
         return _OPTIMIZERS[name]
+    if ":" not in name:
+        raise UnknownName("optimizer", name, _OPTIMIZERS)
     module, _, attribute = name.partition(":")
     found: Any = import_object(name, "optimizer") if may_import else getattr(sys.modules.get(module), attribute, None)
     if found is None:
         raise ConfigError(f"There is no optimizer '{name}' here. Import the module that defines it first.")
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        raise ConfigError(f"optimizer {name} is not a subclass of coterie.client.optimizers.Optimizer.")
-    return found
+        raise ConfigError(f"optimizer {name} is not a subclass of coterie.Optimizer.")
+    return register_optimizer(name)(found)
 
 
 # ---- arithmetic that optimizers share ----

@@ -66,9 +66,10 @@ class VectorizedEngine(InProcessEngine):
             self.measured = measure(self, candidates)
             chosen = choose(candidates, self.measured)
         if self._skips_layers:
-            work = self.task.work
-            what = f"optimizer {work.optimizer}" if work.optimizer != "sgd" else f"clip_norm {work.clip_norm:g}"
-            self.notes.append(f"{what}: the plans native and layers are for plain SGD; using {chosen.name}")
+            name = self.task.work.optimizer
+            why = "clip_norm: the plans native and layers do not clip"
+            why = why if name == "sgd" else f"optimizer {name}: the plans native and layers are for SGD"
+            self.notes.append(f"{why}; using {chosen.name}")
         return chosen.make()
 
     measured: dict[str, float] | None = None  # microseconds of a client's step, by way
