@@ -136,6 +136,23 @@ def test_a_learning_rate_on_the_device(name):
     assert all(isinstance(static._lr, torch.Tensor) for static in way._made.values())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", ["stacked", "stacked+graph", "loop+graph"])
+@pytest.mark.parametrize("name", RAGGED)
+def test_on_a_gpu_every_plan_equals_the_loop(name, plan):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    found = []
+    for kind, settings in (("loop", {}), ("vectorized", {"plan": plan})):
+        setup = setup_of(FedAvg(), model=small_cnn, model_settings={}, work=RAGGED[name])
+        engine = make_engine(kind, setup.task(), setup.federation(), "cuda", {"precision": "float64", **settings})
+        for lr in (0.01, 0.01, 0.003, 0.002):  # recorded, replayed, recorded with lr on the device, replayed
+            work = type(RAGGED[name])(**{**vars(RAGGED[name]), "lr": lr})
+            result = trained(engine, engine.way, work)
+        found.append(result.cpu())
+    assert torch.allclose(*found, rtol=1e-8, atol=1e-10)
+
+
 def test_plans_without_the_optimizer_are_skipped_and_the_run_says_so():
     def engine(work, plan="auto"):
         setup = setup_of(FedAvg(), work=work)

@@ -44,7 +44,7 @@ def test_the_work_of_a_round_has_no_schedule_left():
     work = Proximal(lr=0.8, prox=0.1, schedule="cosine", warmup_rounds=1, lr_decay=0.5).for_run(5)
     assert work.at(3) == Proximal(lr=work.at(3).lr, prox=0.1)
     assert work.at(3).at(3) == work.at(3)
-    assert Proximal.of(work, 0.2).rounds == 5
+    assert Proximal.of(work, 0.2).total_rounds == 5
 
 
 def test_what_cannot_be():
@@ -65,5 +65,5 @@ def test_a_schedule_of_your_own(monkeypatch):
 
 def test_a_run_knows_its_rounds():
     work = setup_of(FedAvg(), work=SGD(schedule="cosine", lr=1.0)).task().work
-    assert work.rounds == 3
+    assert work.total_rounds == 3
     assert work.at(3).lr == pytest.approx(0.01)

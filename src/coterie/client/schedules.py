@@ -42,7 +42,8 @@ def factor(work: Work, round: int) -> float:
         return float(round / (warmup + 1))
     # lr_decay alone means exponential, as it did before there were schedules.
     name = "exponential" if work.schedule == "constant" and work.lr_decay != 1 else work.schedule
-    return find_schedule(name)(work, round - warmup, None if work.rounds is None else work.rounds - warmup)
+    total = work.total_rounds
+    return find_schedule(name)(work, round - warmup, None if total is None else total - warmup)
 
 
 @register_schedule("constant")

@@ -9,7 +9,7 @@ schedule (`schedules.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from coterie.client.optimizers import Optimizer, find_optimizer
 from coterie.client.optimizers import Stack as Stack
 from coterie.client.schedules import factor, find_schedule
 from coterie.errors import ConfigError, UnknownName
-from coterie.settings import build, setting, values_of
+from coterie.settings import build, fields_of, setting, values_of
 
 GradientAt = Callable[[Sequence[Tensor], int], Stack]
 """gradient(parameters, stream): mean gradient over the current batch of that stream, for each client."""
@@ -50,7 +50,7 @@ class SGD:
     decay_every: int = setting(10, "rounds between two decays in the schedule 'step'", ge=1)
     lr_floor: float = setting(0.01, "share of lr that the schedule 'cosine' ends with", gt=0, le=1)
     warmup_rounds: int = setting(0, "rounds in which the step size rises linearly to lr", ge=0)
-    rounds: int | None = None  # of the run; not a setting of its own, see for_run
+    total_rounds: int | None = setting(None, "rounds of the run, for the schedule; set when the run starts", ge=1)
 
     def for_run(self, rounds: int) -> SGD:
         """The work in a run of so many rounds; refuses names that nobody knows."""
@@ -61,12 +61,12 @@ class SGD:
                 f"warmup_rounds of {type(self).__name__} must be fewer than the rounds of the run, {rounds}. "
                 f"Got {self.warmup_rounds} instead."
             )
-        return replace(self, rounds=rounds)
+        return replace(self, total_rounds=rounds)
 
     def at(self, round: int) -> SGD:
         """The work of that round (rounds count from 1; the start, round 0, works as round 1)."""
         lr = self.lr * factor(self, max(1, round))
-        return replace(self, lr=lr, lr_decay=1.0, schedule="constant", warmup_rounds=0, rounds=None)
+        return replace(self, lr=lr, lr_decay=1.0, schedule="constant", warmup_rounds=0, total_rounds=None)
 
     @property
     def is_plain(self) -> bool:
@@ -191,8 +191,8 @@ WORK: dict[str, type[SGD]] = {cls.key: cls for cls in (SGD, Proximal, Corrected,
 
 
 def values_with_none(work: SGD) -> dict[str, Any]:
-    """All fields of the work, None included."""
-    return {field.name: getattr(work, field.name) for field in fields(work)}
+    """All settings of the work, None included."""
+    return {name: getattr(work, name) for name in fields_of(type(work))}
 
 
 def to_dict(work: SGD) -> dict[str, Any]:
