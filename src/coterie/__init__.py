@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from coterie.client.block import client_step as client_step
     from coterie.client.block import take as take
     from coterie.client.block import train as train
+    from coterie.client.optimizers import Optimizer as Optimizer
+    from coterie.client.optimizers import register_optimizer as register_optimizer
     from coterie.client.work import SGD as SGD
     from coterie.client.work import Proximal as Proximal
     from coterie.data.dataset import Dataset as Dataset
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "api": ("Result", "run"),
     "client.block": ("Answer", "Block", "Models", "client_step", "take", "train"),
+    "client.optimizers": ("Optimizer", "register_optimizer"),
     "client.work": ("SGD", "Proximal"),
     "data.dataset": ("Dataset",),
     "data.federation": ("Federation",),

@@ -33,7 +33,8 @@ def by_our_work(work, extras=None):
     """All clients as one stack; parameters after each step."""
     start, inputs, targets = problem()
     params, anchor = [p.clone() for p in start], [p.clone() for p in start]
-    velocity = [torch.zeros_like(p) for p in params] if work.momentum else None
+    optimizer = work.make_optimizer()
+    state = {name: [torch.zeros_like(p) for p in params] for name in optimizer.keeps}
     path = []
     for step in range(STEPS):
 
@@ -43,22 +44,24 @@ def by_our_work(work, extras=None):
             total = sum(loss(leaves[0][c], leaves[1][c], inputs[step, c], targets[step, c]) for c in range(CLIENTS))
             return list(torch.autograd.grad(total, leaves))
 
-        work.step(params, work.direction(gradient, params, anchor, extras or {}), velocity)
+        optimizer(params, work.direction(gradient, params, anchor, extras or {}), state, work.lr, step + 1)
         path.append([p.clone() for p in params])
     assert all(torch.equal(a, s) for a, s in zip(anchor, start, strict=True))
     return path
 
 
-def by_torch(client, lr, momentum=0.0, weight_decay=0.0, prox=0.0):
-    """One client with torch.optim.SGD; the proximal term is part of the loss, left to autograd."""
+def by_torch(client, lr, prox=0.0, clip=None, kind=torch.optim.SGD, **options):
+    """One client with torch.optim; the proximal term is part of the loss, left to autograd."""
     start, inputs, targets = problem()
     params = [p[client].clone().requires_grad_() for p in start]
-    optimizer = torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
+    optimizer = kind(params, lr=lr, **options)
     path = []
     for step in range(STEPS):
         optimizer.zero_grad()
         away = sum((p - s[client]).square().sum() for p, s in zip(params, start, strict=True))
         (loss(*params, inputs[step, client], targets[step, client]) + prox / 2 * away).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(params, clip)
         optimizer.step()
         path.append([p.detach().clone() for p in params])
     return path
@@ -77,6 +80,29 @@ def assert_same_paths(ours, theirs_of):
 def test_sgd_is_torchs_step_for_step(lr, momentum, weight_decay):
     options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
     assert_same_paths(by_our_work(SGD(**options)), lambda client: by_torch(client, **options))
+
+
+OPTIMIZERS = {
+    "nesterov": ({"momentum": 0.9}, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "adam": ({"beta1": 0.8, "beta2": 0.95, "eps": 1e-6}, torch.optim.Adam, {"betas": (0.8, 0.95), "eps": 1e-6}),
+    "adamw": ({}, torch.optim.AdamW, {}),
+}
+
+
+@pytest.mark.parametrize("clip", [None, 0.5, 1e3])
+@pytest.mark.parametrize("prox", [0.0, 0.7])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_are_torchs_step_for_step(name, weight_decay, prox, clip):
+    fields, kind, options = OPTIMIZERS[name]
+    work = Proximal(lr=0.05, optimizer=name, weight_decay=weight_decay, prox=prox, clip_norm=clip, **fields)
+    options = {"kind": kind, "weight_decay": weight_decay, "prox": prox, "clip": clip, **options}
+    assert_same_paths(by_our_work(work), lambda client: by_torch(client, 0.05, **options))
+
+
+def test_clipping_of_plain_sgd_is_torchs():
+    ours = by_our_work(SGD(lr=0.1, momentum=0.5, clip_norm=0.8))
+    assert_same_paths(ours, lambda client: by_torch(client, 0.1, momentum=0.5, clip=0.8))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -127,7 +153,12 @@ def test_proximal_of_proximal_work_takes_the_new_strength():
 
 @pytest.mark.parametrize(
     "work",
-    [SGD(), SGD(lr=1.0, steps=3, batch_size="full"), Proximal(lr=0.5, prox=0.1, momentum=0.9)],
+    [
+        SGD(),
+        SGD(lr=1.0, steps=3, batch_size="full"),
+        SGD(optimizer="adamw", beta1=0.8, clip_norm=1.0, schedule="cosine", warmup_rounds=2),
+        Proximal(lr=0.5, prox=0.1, momentum=0.9),
+    ],
 )
 def test_work_survives_a_file(work):
     written = json.loads(json.dumps(to_dict(work)))
@@ -157,6 +188,13 @@ def test_unknown_work():
         (SGD(steps=0), "steps of SGD must be an int >= 1 or nothing. Got 0 instead."),
         (SGD(batch_size="all"), "batch_size of SGD must be an int >= 1 or 'full'. Got 'all' instead."),
         (SGD(lr_decay=1.1), "lr_decay of SGD must be a number > 0 and <= 1. Got 1.1 instead."),
+        (SGD(optimizer=3), "optimizer of SGD must be a word. Got 3 instead."),
+        (SGD(beta1=1.0), "beta1 of SGD must be a number >= 0 and < 1. Got 1.0 instead."),
+        (SGD(eps=0.0), "eps of SGD must be a number > 0. Got 0.0 instead."),
+        (SGD(clip_norm=0.0), "clip_norm of SGD must be a number > 0 or nothing. Got 0.0 instead."),
+        (SGD(decay_every=0), "decay_every of SGD must be an int >= 1. Got 0 instead."),
+        (SGD(lr_floor=0.0), "lr_floor of SGD must be a number > 0 and <= 1. Got 0.0 instead."),
+        (SGD(warmup_rounds=-1), "warmup_rounds of SGD must be an int >= 0. Got -1 instead."),
         (Proximal(prox=-0.1), "prox of Proximal must be a number >= 0. Got -0.1 instead."),
     ],
 )
@@ -202,10 +240,11 @@ def test_maml_descends_along_the_gradient_after_adapting():
 
 def test_momentum_and_weight_decay_are_on_the_outer_step_only():
     work = FirstOrderMAML(lr=0.1, inner_lr=0.2, momentum=0.9, weight_decay=0.01)
-    asked, w, velocity = [], [torch.tensor([[4.0]], dtype=torch.float64)], [torch.zeros(1, 1, dtype=torch.float64)]
+    asked, w, optimizer = [], [torch.tensor([[4.0]], dtype=torch.float64)], work.make_optimizer()
+    state = {"velocity": [torch.zeros(1, 1, dtype=torch.float64)]}
     at, speed = 4.0, 0.0
     for step in range(4):
-        work.step(w, work.direction(on_a_quadratic(asked), w, [], {}), velocity)
+        optimizer(w, work.direction(on_a_quadratic(asked), w, [], {}), state, work.lr, step + 1)
         adapted = at - 0.2 * 2.0 * (at - 1.0)  # a plain step, whatever the velocity
         assert asked[2 * step + 1] == (1, [[[pytest.approx(adapted)]]])
         speed = 0.9 * speed + 0.5 * (adapted + 3.0) + 0.01 * at

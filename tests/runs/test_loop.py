@@ -253,6 +253,20 @@ def test_networks_with_statistics_and_dropout_resume_exactly_too(tmp_path: Path)
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
+def test_schedules_optimizers_and_frozen_layers_resume_exactly_too(tmp_path: Path):
+    def network() -> torch.nn.Module:
+        nn = torch.nn
+        return nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.ReLU(), nn.Linear(4, 2))
+
+    work = SGD(lr=0.1, batch_size=4, optimizer="adam", clip_norm=1.0, schedule="cosine", warmup_rounds=1)
+    what = setup("fesem", model=network, rounds=3, work=work)
+    start(what, tmp_path, "whole")
+    with pytest.raises(Interrupted):
+        start(what, tmp_path, should_stop=lambda: True)
+    resume(what, tmp_path)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
 def kill_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> list[str]:
     """Die just before the `moment`-th thing done to the disk; gives what was done until then."""
     done: list[str] = []

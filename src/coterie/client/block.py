@@ -14,6 +14,7 @@ from typing import Protocol, overload
 import torch
 from torch import Tensor, nn
 
+from coterie.client.optimizers import optimizers
 from coterie.client.stack import Batches, BatchPlan, DeviceData, Job, Way
 from coterie.client.work import SGD
 from coterie.data.federation import Federation, Split, SplitName
@@ -400,8 +401,8 @@ def find_step(name: str) -> ClientStep:
 
 
 def step_modules() -> list[str]:
-    """The modules that define the registered steps, for other processes of the same user."""
-    return sorted({step.__module__ for step in _STEPS.values()})
+    """The modules that define the registered steps and optimizers, for other processes of the same user."""
+    return sorted({thing.__module__ for thing in (*_STEPS.values(), *optimizers().values())})
 
 
 # ---- ready-made steps ----

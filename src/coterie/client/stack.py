@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from coterie.client.optimizers import Optimizer, State
 from coterie.client.work import SGD, Stack
 from coterie.data.federation import Federation, SplitName
 from coterie.data.transforms import apply_view
@@ -35,6 +36,36 @@ class Kernel(Protocol):
     def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
         """Outputs [c, n, ...] of models [c, P] for inputs [c, n, ...], in eval mode."""
         ...
+
+
+@runtime_checkable
+class SteppingKernel(Kernel, Protocol):
+    """A kernel that makes whole steps of some works: the gradient and the update in one."""
+
+    def can_step(self, work: SGD) -> bool:
+        """Whether the steps of this work can be made here."""
+        ...
+
+    def step(
+        self,
+        params: Stack,
+        buffers: Stack,
+        state: State,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor | None,
+        keys: Tensor,
+        optimizer: Optimizer,
+        lr: float | Tensor,
+        count: float | Tensor,
+    ) -> None:
+        """One step in place, as `optimizer` makes it with the gradient of this batch."""
+        ...
+
+
+def stepping(kernel: Kernel, work: SGD) -> SteppingKernel | None:
+    """The kernel, if it makes whole steps of this work."""
+    return kernel if isinstance(kernel, SteppingKernel) and kernel.can_step(work) else None
 
 
 class DeviceData:
@@ -355,20 +386,21 @@ def train_job(job: Job, kernel: Kernel) -> None:
     for slot, tensor in zip((*layout.parameters, *layout.buffers), (*params, *buffers), strict=True):
         tensor.copy_(named[slot.name])
     anchor = [named[slot.name] for slot in layout.parameters] if work.anchored else []
-    velocity = taken("v", layout.parameters) if work.momentum else None
-    for speed in velocity or ():
-        speed.zero_()
-    fused: Callable[..., None] | None = getattr(kernel, "step", None) if type(work) is SGD else None  # see LayerKernel
+    optimizer = work.make_optimizer()
+    state = {name: taken(name, layout.parameters) for name in optimizer.keeps}
+    for stack in state.values():
+        torch._foreach_zero_(stack)
+    whole = stepping(kernel, work)
 
     for step in range(job.plan.num_steps):
         active = job.plan.active(step)  # clients that are still at work: a prefix, by the order
         now = params if active == count else [p[:active] for p in params]
-        speeds = velocity if velocity is None or active == count else [v[:active] for v in velocity]
+        own = state if active == count else {name: [t[:active] for t in stack] for name, stack in state.items()}
         kept = buffers if active == count else [b[:active] for b in buffers]
-        if fused is not None:
-            fused(now, kept, speeds, *job.batches[0].at(step), work, None, mix(job.keys[:active] + step))
-            continue
         keys = mix(job.keys[:active] + step)
+        if whole is not None:
+            whole.step(now, kept, own, *job.batches[0].at(step), keys, optimizer, work.lr, step + 1)
+            continue
 
         def gradient(at: Any, stream: int, step: int = step, kept: Stack = kept, keys: Tensor = keys) -> Stack:
             x, y, mask = job.batches[stream].at(step)
@@ -377,7 +409,7 @@ def train_job(job: Job, kernel: Kernel) -> None:
         direction = work.direction(
             gradient, now, [a[:active] for a in anchor], {n: e[:active] for n, e in job.extras.items()}
         )
-        work.step(now, direction, speeds)
+        optimizer(now, direction, own, work.lr, step + 1)
     for slot, tensor in zip((*layout.parameters, *layout.buffers), (*params, *buffers), strict=True):
         job.result[:, slot.start : slot.stop].copy_(tensor.flatten(1))
 

@@ -1,7 +1,9 @@
 """Local work: what a client does with its own samples when it trains. Frozen, named, serialisable.
 
 Work is written over a stack of c clients: parameters are lists of tensors [c, *shape], and one client is
-a stack of one. The batches and the gradients come from the block; here is only the arithmetic of a step.
+a stack of one. The batches and the gradients come from the block. A work says along which direction a step goes; how
+the step is made is up to the optimizer (`optimizers.py`), and how its size changes from round to round up to the
+schedule (`schedules.py`).
 """
 
 from __future__ import annotations
@@ -10,20 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
-from coterie.errors import UnknownName
+from coterie.client.optimizers import Optimizer, find_optimizer
+from coterie.client.optimizers import Stack as Stack
+from coterie.client.schedules import factor, find_schedule
+from coterie.errors import ConfigError, UnknownName
 from coterie.settings import build, fields_of, setting, values_of
 
-Stack = list[Tensor]  # one tensor [c, *shape] for each parameter
 GradientAt = Callable[[Sequence[Tensor], int], Stack]
 """gradient(parameters, stream): mean gradient over the current batch of that stream, for each client."""
 
 
 @dataclass(frozen=True)
 class SGD:
-    """Stochastic gradient descent, as torch.optim.SGD does it, from fresh momentum in each call."""
+    """Stochastic gradient descent by any optimizer, by default torch.optim.SGD's; its state is fresh in each call."""
 
     key: ClassVar[str] = "sgd"
     streams: ClassVar[int] = 1  # independent sequences of batches that a step draws from
@@ -38,23 +41,45 @@ class SGD:
     batch_size: int | Literal["full"] = setting(20, "samples of a step; 'full' takes all of them", ge=1)
     lr_decay: float = setting(1.0, "factor on the step size after each round", gt=0, le=1)
 
+    optimizer: str = setting("sgd", "how a step is made: sgd, nesterov, adam, adamw, or your own module:Class")
+    beta1: float = setting(0.9, "decay of the first moment in adam and adamw", ge=0, lt=1)
+    beta2: float = setting(0.999, "decay of the second moment in adam and adamw", ge=0, lt=1)
+    eps: float = setting(1e-8, "added to the denominator in adam and adamw", gt=0)
+    clip_norm: float | None = setting(None, "longest gradient of a client's step; longer ones are scaled down", gt=0)
+    schedule: str = setting("constant", "how the step size changes by round: constant, exponential, step, cosine")
+    decay_every: int = setting(10, "rounds between two decays in the schedule 'step'", ge=1)
+    lr_floor: float = setting(0.01, "share of lr that the schedule 'cosine' ends with", gt=0, le=1)
+    warmup_rounds: int = setting(0, "rounds in which the step size rises linearly to lr", ge=0)
+    total_rounds: int | None = setting(None, "rounds of the run, for the schedule; set when the run starts", ge=1)
+
+    def for_run(self, rounds: int) -> SGD:
+        """The work in a run of so many rounds; refuses names that nobody knows."""
+        find_optimizer(self.optimizer, may_import=True)(self)
+        find_schedule(self.schedule)
+        if 0 < rounds <= self.warmup_rounds:
+            raise ConfigError(
+                f"warmup_rounds of {type(self).__name__} must be fewer than the rounds of the run, {rounds}. "
+                f"Got {self.warmup_rounds} instead."
+            )
+        return replace(self, total_rounds=rounds)
+
     def at(self, round: int) -> SGD:
         """The work of that round (rounds count from 1; the start, round 0, works as round 1)."""
-        return replace(self, lr=self.lr * self.lr_decay ** max(0, round - 1), lr_decay=1.0)
+        lr = self.lr * factor(self, max(1, round))
+        return replace(self, lr=lr, lr_decay=1.0, schedule="constant", warmup_rounds=0, total_rounds=None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the steps are those of SGD with momentum and nothing else: hand-written code can make them."""
+        return self.optimizer == "sgd" and self.clip_norm is None
+
+    def make_optimizer(self) -> Optimizer:
+        """What makes the steps of this work."""
+        return find_optimizer(self.optimizer)(self)
 
     def direction(self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]) -> Stack:
         """What to descend along at `params`; `anchor` is where the call started."""
         return gradient(params, 0)
-
-    def step(self, params: Stack, direction: Stack, velocity: Stack | None) -> None:
-        """One update, in place."""
-        if self.weight_decay:
-            torch._foreach_add_(direction, params, alpha=self.weight_decay)
-        if velocity is not None:
-            torch._foreach_mul_(velocity, self.momentum)
-            torch._foreach_add_(velocity, direction)
-            direction = velocity
-        torch._foreach_add_(params, direction, alpha=-self.lr)
 
 
 @dataclass(frozen=True)
@@ -80,10 +105,11 @@ class Proximal(SGD):
         each = extras.get("prox")
         if each is None and not self.prox:
             return found
+        moved = []  # not in place: two parameters may have one and the same tensor as their gradient
         for grad, now, start in zip(found, params, anchor, strict=True):
             strength = self.prox if each is None else each.reshape([-1] + [1] * (now.dim() - 1))
-            grad.add_((now - start) * strength)
-        return found
+            moved.append(grad + (now - start) * strength)
+        return moved
 
 
 @dataclass(frozen=True)
@@ -101,11 +127,10 @@ class Corrected(Proximal):
         """Gradient + prox * (w - start) + correction."""
         found = super().direction(gradient, params, anchor, extras)
         correction = extras.get("correction")
-        if correction is not None:
-            parts = correction.split([grad[0].numel() for grad in found], dim=1)
-            for grad, part in zip(found, parts, strict=True):
-                grad.add_(part.reshape(grad.shape))
-        return found
+        if correction is None:
+            return found
+        parts = correction.split([grad[0].numel() for grad in found], dim=1)
+        return [grad + part.reshape(grad.shape) for grad, part in zip(found, parts, strict=True)]
 
 
 @dataclass(frozen=True)

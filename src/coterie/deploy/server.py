@@ -81,7 +81,7 @@ def serve(grid: Any, config: dict[str, Any], site: Any) -> dict[str, Any]:
         federation = _federation(list(link.members.values()), site)
         task = Task.made(
             maker_of(site), experiment.schedule.seed, loss_of(site), classes_of(site), federation.input_shape,
-            experiment.work,
+            experiment.work_of_run,
         )  # fmt: skip
         checkpoint, problems = folder.load_checkpoint()
         past = _past(kept["lives"], 0 if checkpoint is None else checkpoint.round)

@@ -221,9 +221,9 @@ class InProcessEngine(Engine):
         return self.settings.memory << 20
 
     def bytes_per_client(self, work: SGD) -> int:
-        """Memory one client takes while it trains: its model, gradient and momentum, and its batch."""
+        """Memory one client takes while it trains: its model, gradient and optimizer state, and its batch."""
         batch = int(self.federation.train.sizes.max()) if work.batch_size == "full" else int(work.batch_size)
-        copies = 5 + bool(work.momentum) + work.anchored
+        copies = 5 + len(work.make_optimizer().keeps) + work.anchored
         return self._itemsize * (copies * self.task.layout.size + 4 * batch * self._activations)
 
     def describe(self) -> dict[str, Any]:

@@ -105,9 +105,10 @@ def signature(engine: InProcessEngine, names: list[str]) -> str:
         str(engine.dtype),
         type(engine.task.module).__name__,
         shapes,
+        [tuple(p.shape) for p in engine.task.module.parameters() if not p.requires_grad],
         engine.task.input_shape,
         work.batch_size if work.batch_size != "full" else size,
-        bool(work.momentum),
+        (work.optimizer, work.make_optimizer().keeps, work.clip_norm is not None),
         min(engine.num_clients, _CLIENTS[engine.device.type]),
         names,
     ]

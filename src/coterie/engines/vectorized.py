@@ -7,6 +7,9 @@ several threads, a stack each (`layers+workers`). On a GPU each way may be recor
 (`streams+graph`). The engine measures those that are possible on some of the run's own clients when it starts, and
 remembers the result for this machine; `--set engine.plan=NAME` decides instead.
 
+The compiled and the hand-written ways make steps of SGD with momentum. For another optimizer, or with clipped
+gradients, the others are used, and the run says so.
+
 A network that cannot be stacked (its code depends on values, or its layers mix samples in a way of their own) is found
 out at the start by comparing with plain autograd; its clients are then trained one at a time, and the run says so.
 """
@@ -52,15 +55,25 @@ class VectorizedEngine(InProcessEngine):
         known = {candidate.name for candidate in candidates}
         if wanted != "auto" and wanted not in known:
             possible = ", ".join(candidate.name for candidate in candidates)
-            raise ConfigError(f"engine.plan={wanted} is not possible for this network here; possible: {possible}.")
+            raise ConfigError(
+                f"engine.plan={wanted} is not possible for this network and work here; possible: {possible}."
+            )
         if wanted != "auto":
-            return next(candidate for candidate in candidates if candidate.name == wanted).make()
-        if len(candidates) == 1:
-            return candidates[0].make()
-        self.measured = measure(self, candidates)
-        return choose(candidates, self.measured).make()
+            chosen = next(candidate for candidate in candidates if candidate.name == wanted)
+        elif len(candidates) == 1:
+            chosen = candidates[0]
+        else:
+            self.measured = measure(self, candidates)
+            chosen = choose(candidates, self.measured)
+        if self._skips_layers:
+            name = self.task.work.optimizer
+            why = "clip_norm: the plans native and layers do not clip"
+            why = why if name == "sgd" else f"optimizer {name}: the plans native and layers are for SGD"
+            self.notes.append(f"{why}; using {chosen.name}")
+        return chosen.make()
 
     measured: dict[str, float] | None = None  # microseconds of a client's step, by way
+    _skips_layers = False  # layers could be used if the work were plain SGD
 
     def _candidates(self) -> list[Candidate]:
         """The ways that are possible, those to be preferred first."""
@@ -72,6 +85,8 @@ class VectorizedEngine(InProcessEngine):
         graph = cuda and self.data.rendered() is not None and self.network.keyed
         low = cuda and self.settings.precision == "bf16"
         layers = LayerKernel.of(self.network, self.task.loss, low=low, patches=cuda) if reason is None else None
+        if layers is not None and not self.task.work.is_plain:
+            layers, self._skips_layers = None, True
         native = self._native() if layers is not None and not cuda else None
         if native is not None:
             made: NativeKernel = native
@@ -132,7 +147,8 @@ class VectorizedEngine(InProcessEngine):
             return self.settings.piece
         work = self.task.work
         batch = int(self.federation.train.sizes.max()) if work.batch_size == "full" else int(work.batch_size)
-        size = self._itemsize * ((1 + bool(work.momentum)) * self.task.layout.size + 2 * batch * self._activations)
+        copies = 1 + len(work.make_optimizer().keeps)
+        size = self._itemsize * (copies * self.task.layout.size + 2 * batch * self._activations)
         return max(4, min(_CACHE_BYTES // size, _LARGEST_PIECE))
 
     def _workers(self) -> int:

@@ -1,7 +1,8 @@
 """Any nn.Module as a function of one flat vector, right under stacking.
 
 A model travels as one float vector [P]: parameters first, then float buffers (BatchNorm statistics), with
-a layout that names the slices. Integer buffers are not part of it and are never averaged.
+a layout that names the slices. Integer buffers are not part of it and are never averaged. Neither are frozen parameters
+(requires_grad=False): they are constants of the module, which every side makes from the seed.
 
 Two kinds of layer need care when c clients run as one program, and are exchanged for our own:
 BatchNorm must not see the padded rows of a partial batch, and dropout must be keyed by client and step.
@@ -52,16 +53,15 @@ class Layout:
 
     @classmethod
     def of(cls, module: nn.Module) -> Layout:
-        """Parameters, then frozen parameters and float buffers, each in the module's own order."""
+        """Trained parameters, then float buffers, each in the module's own order."""
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad and p.is_floating_point()}
         floats = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
         start = 0
         parameters, buffers = [], []
         for name, parameter in trained.items():
             parameters.append(Slot(name, tuple(parameter.shape), start))
             start = parameters[-1].stop
-        for name, buffer in (frozen | floats).items():
+        for name, buffer in floats.items():
             buffers.append(Slot(name, tuple(buffer.shape), start))
             start = buffers[-1].stop
         if not parameters:
@@ -187,7 +187,7 @@ class Network:
 
 
 def flatten(module: nn.Module) -> Tensor:
-    """The module's values as one flat vector [P] on the CPU."""
+    """The module's values as one flat vector [P] on the CPU, frozen parameters left out."""
     layout = Layout.of(module)
     named: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
     slots = (*layout.parameters, *layout.buffers)
@@ -195,7 +195,7 @@ def flatten(module: nn.Module) -> Tensor:
 
 
 def state_dict(module: nn.Module, flat: Tensor) -> dict[str, Tensor]:
-    """A plain state_dict of `module` with the values of a flat vector, integer buffers as they are."""
+    """A plain state_dict of `module` with the values of a flat vector; frozen ones and integer buffers as they are."""
     layout = Layout.of(module)
     values = layout.unpack(flat.detach().cpu())
     made = {}

@@ -83,7 +83,12 @@ class Experiment:
         outputs = data.num_classes or (1 if data.y.dim() == 1 else int(data.y[0].numel()))
         make = ModelMaker(self.model, self.model_settings, data.input_shape, outputs)
         loss = find_loss(self.loss)
-        return Task.made(make, self.schedule.seed, loss, data.num_classes, data.input_shape, self.work)
+        return Task.made(make, self.schedule.seed, loss, data.num_classes, data.input_shape, self.work_of_run)
+
+    @property
+    def work_of_run(self) -> SGD:
+        """The work, which knows the number of rounds."""
+        return self.work.for_run(self.schedule.rounds)
 
     @property
     def model_name(self) -> str:

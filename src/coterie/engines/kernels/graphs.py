@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.client.stack import BatchPlan, Job, Kernel, Way, train_job
+from coterie.client.optimizers import Optimizer, State
+from coterie.client.stack import BatchPlan, Job, Kernel, Way, stepping, train_job
 from coterie.client.work import SGD, Stack
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.nets.flat import Loss, Network
@@ -46,30 +47,34 @@ class BesideKernel(PlainKernel):
         found = [self._one(params, buffers, x, y, mask, keys, i) for i in range(len(x))]
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
+    def can_step(self, work: SGD) -> bool:
+        """See `SteppingKernel.can_step`: any optimizer, along the gradient."""
+        return type(work) is SGD
+
     def step(
         self,
         params: Stack,
         buffers: Stack,
-        velocity: Stack | None,
+        state: State,
         x: Tensor,
         y: Tensor,
         mask: Tensor | None,
-        work: SGD,
-        lr: Tensor | None = None,
-        keys: Tensor | None = None,
+        keys: Tensor,
+        optimizer: Optimizer,
+        lr: float | Tensor,
+        count: float | Tensor,
     ) -> None:
-        """One step of plain SGD of each client, in place."""
-        assert keys is not None
+        """See `SteppingKernel.step`."""
         lanes = self._lanes(x) if torch.cuda.is_available() and x.is_cuda else []
         for stream in lanes:
             stream.wait_stream(torch.cuda.current_stream())
         held = []  # until the streams have met again
         for i in range(len(x)):
             with torch.cuda.stream(lanes[i]) if lanes else contextlib.nullcontext():
-                direction = self._one(params, buffers, x, y, mask, keys, i)
+                direction = [grad.unsqueeze(0) for grad in self._one(params, buffers, x, y, mask, keys, i)]
                 held.append(direction)
-                own = None if velocity is None else [v[i] for v in velocity]
-                move([p[i] for p in params], direction, own, work, lr)
+                own = {name: [tensor[i : i + 1] for tensor in stack] for name, stack in state.items()}
+                optimizer([p[i : i + 1] for p in params], direction, own, lr, count)
         for stream in lanes:
             torch.cuda.current_stream().wait_stream(stream)
 
@@ -92,20 +97,6 @@ class BesideKernel(PlainKernel):
             losses = self._loss(self._network(named, inputs, train=True, mask=row, key=keys[i], alone=True), y[i])
             loss = losses.mean() if row is None else (losses * row).sum() / row.sum()
         return list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
-
-
-def move(params: Stack, direction: Stack, velocity: Stack | None, work: SGD, lr: Tensor | None) -> None:
-    """One step of SGD; with `lr` its length lies on the device, and may be another one in the next round."""
-    if lr is None:
-        work.step(params, direction, velocity)
-        return
-    if work.weight_decay:
-        torch._foreach_add_(direction, params, alpha=work.weight_decay)
-    if velocity is not None:
-        torch._foreach_mul_(velocity, work.momentum)
-        torch._foreach_add_(velocity, direction)
-        direction = velocity
-    torch._foreach_sub_(params, torch._foreach_mul(direction, lr))
 
 
 class GraphWay(Way):
@@ -175,7 +166,8 @@ class _Static:
         self._x, self._y = rendered
         count, device, dtype = len(job.start), job.start.device, job.start.dtype
         self._work: SGD = job.work
-        self._lr = torch.ones((), dtype=dtype, device=device) if varying else None
+        self._optimizer = job.work.make_optimizer()
+        self._lr: float | Tensor = torch.ones((), dtype=dtype, device=device) if varying else job.work.lr
 
         last = isinstance(kernel, BesideKernel)  # pictures with their channels last, as GPUs like them
 
@@ -184,7 +176,7 @@ class _Static:
             return [_channels_last(t) if last and t.dim() == 5 else t for t in made]
 
         self._params, self._buffers = taken(job.layout.parameters), taken(job.layout.buffers)
-        self._velocity = taken(job.layout.parameters) if job.work.momentum else None
+        self._state = {name: taken(job.layout.parameters) for name in self._optimizer.keeps}
         self._anchor = taken(job.layout.parameters) if job.work.anchored else []
         self._extras = {name: torch.zeros_like(value) for name, value in job.extras.items()}
         self._keys = torch.zeros_like(job.keys)
@@ -195,20 +187,21 @@ class _Static:
         self._is_ragged, self._stops = is_ragged(job.plan), not bool((job.plan.steps == job.plan.num_steps).all())
         self._mask = torch.ones(shape, dtype=dtype, device=device) if self._is_ragged else None
         self._live = torch.ones(self.span, count, dtype=torch.bool, device=device) if self._stops else None
-        self._row = torch.zeros(1, dtype=torch.int64, device=device)  # of the tables
-        self._number = torch.zeros(1, dtype=torch.int64, device=device)  # of the step since the start
+        clock = torch.zeros(2, dtype=torch.int64, device=device)
+        self._clock, self._row, self._number = clock, clock[:1], clock[1:]  # of the tables; of the step since the start
+        self._count = torch.zeros((), dtype=dtype, device=device)  # of the step, from 1, as a float
         self._graph: Any = None
 
     # ---- before and after ----
 
     def can_do(self, job: Job) -> bool:
         """Whether the recorded step has the job's step size."""
-        return self._lr is not None or job.work.lr == self._work.lr
+        return isinstance(self._lr, Tensor) or job.work.lr == self._lr
 
     def begin(self, job: Job) -> None:
         """Put the clients' models in."""
         self._load(job)
-        if self._lr is not None:
+        if isinstance(self._lr, Tensor):
             self._lr.fill_(job.work.lr)
         for name, tensor in self._extras.items():
             tensor.copy_(job.extras[name])
@@ -223,8 +216,8 @@ class _Static:
             tensor.copy_(named[slot.name])
         for slot, tensor in zip(self._layout.parameters, self._anchor, strict=False):
             tensor.copy_(named[slot.name])
-        for speed in self._velocity or ():
-            speed.zero_()
+        for stack in self._state.values():
+            torch._foreach_zero_(stack)
 
     def run(self, job: Job, first: int, count: int) -> None:
         """Lay out the batches of some steps, and do them."""
@@ -237,6 +230,7 @@ class _Static:
             self._live[:count].copy_(live)
         self._row.zero_()
         self._number.fill_(first)
+        self._count.fill_(first)
         step: Callable[[], None] = self._step if self._graph is None else self._graph.replay
         for _ in range(count):
             step()
@@ -265,9 +259,9 @@ class _Static:
     # ---- the step ----
 
     def _step(self) -> None:
-        before: Stack = []
-        if self._live is not None:
-            before = [tensor.clone() for tensor in (*self._params, *self._buffers, *(self._velocity or ()))]
+        self._count.add_(1)
+        moved = [*self._params, *self._buffers, *(tensor for stack in self._state.values() for tensor in stack)]
+        before = [] if self._live is None else [tensor.clone() for tensor in moved]
         mask = None if self._mask is None else self._mask.index_select(0, self._row)[0]
         keys = mix(self._keys + self._number)
         drawn: dict[int, tuple[Tensor, Tensor]] = {}
@@ -284,16 +278,15 @@ class _Static:
             x, y = batch(stream)
             return self._kernel.gradients(list(at), self._buffers, x, y, mask, keys)
 
-        fused = getattr(self._kernel, "step", None) if type(self._work) is SGD else None
-        if fused is not None:
-            x, y = batch(0)
-            fused(self._params, self._buffers, self._velocity, x, y, mask, self._work, self._lr, keys)
+        optimizer, lr, count = self._optimizer, self._lr, self._count
+        whole = stepping(self._kernel, self._work)
+        if whole is not None:
+            whole.step(self._params, self._buffers, self._state, *batch(0), mask, keys, optimizer, lr, count)
         else:
             direction = self._work.direction(gradient, self._params, self._anchor, self._extras)
-            move(self._params, direction, self._velocity, self._work, self._lr)
+            optimizer(self._params, direction, self._state, lr, count)
         if self._live is not None:
             live = self._live.index_select(0, self._row)[0]
-            for old, now in zip(before, (*self._params, *self._buffers, *(self._velocity or ())), strict=True):
+            for old, now in zip(before, moved, strict=True):
                 now.copy_(torch.where(live.reshape(-1, *[1] * (now.dim() - 1)), now, old))
-        self._row.add_(1)
-        self._number.add_(1)
+        self._clock.add_(1)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from coterie.client.optimizers import Optimizer, State
 from coterie.client.work import SGD, Stack
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.nets.flat import Loss, Network, cross_entropy
@@ -61,16 +62,15 @@ class _Collect(_Sink):
 class _Step(_Sink):
     """One step of SGD, in place, as each gradient comes."""
 
-    def __init__(self, params: Stack, velocity: Stack | None, work: SGD, lr: Tensor | None) -> None:
+    def __init__(self, params: Stack, velocity: Stack | None, work: SGD, lr: float | Tensor) -> None:
         self._params, self._velocity, self._work, self._lr = params, velocity, work, lr
 
     def matrix(self, place: int, left: Tensor, right: Tensor) -> None:
         work, weight = self._work, self._params[place]
-        if self._velocity is None and self._lr is None:
-            keep = 1 - work.lr * work.weight_decay
-            weight.baddbmm_(left.transpose(1, 2), right, beta=keep, alpha=-work.lr)
+        if self._velocity is None and not isinstance(self._lr, Tensor):
+            keep = 1 - self._lr * work.weight_decay
+            weight.baddbmm_(left.transpose(1, 2), right, beta=keep, alpha=-self._lr)
         elif self._velocity is None:
-            assert self._lr is not None
             if work.weight_decay:
                 weight.mul_(1 - self._lr * work.weight_decay)
             weight.baddbmm_((left * -self._lr).transpose(1, 2), right)
@@ -90,10 +90,10 @@ class _Step(_Sink):
         self._move(weight, gradient)
 
     def _move(self, weight: Tensor, direction: Tensor) -> None:
-        if self._lr is None:
-            weight.add_(direction, alpha=-self._work.lr)
-        else:
+        if isinstance(self._lr, Tensor):
             weight.addcmul_(direction, self._lr, value=-1)
+        else:
+            weight.add_(direction, alpha=-self._lr)
 
 
 class LayerKernel:
@@ -154,20 +154,25 @@ class LayerKernel:
         self._run(params, x, y, mask, sink)
         return [found for found in sink.found if found is not None]
 
+    def can_step(self, work: SGD) -> bool:
+        """See `SteppingKernel.can_step`: SGD with momentum."""
+        return type(work) is SGD and work.is_plain
+
     def step(
         self,
         params: Stack,
         buffers: Stack,
-        velocity: Stack | None,
+        state: State,
         x: Tensor,
         y: Tensor,
         mask: Tensor | None,
-        work: SGD,
-        lr: Tensor | None = None,
-        keys: Tensor | None = None,
+        keys: Tensor,
+        optimizer: Optimizer,
+        lr: float | Tensor,
+        count: float | Tensor,
     ) -> None:
-        """One step of plain SGD in place: the gradient and the update in one; `lr`, if given, overrides the work's."""
-        self._run(params, x, y, mask, _Step(params, velocity, work, lr))
+        """See `SteppingKernel.step`."""
+        self._run(params, x, y, mask, _Step(params, state.get("velocity"), optimizer.work, lr))
 
     def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
         """See `Kernel.outputs`."""

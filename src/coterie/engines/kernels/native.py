@@ -185,7 +185,7 @@ class NativeKernel:
     def train(self, job: Job) -> bool:
         """Train a stack from start to end; False if this work or data is not for the program."""
         work, batches = job.work, job.batches[0]
-        if type(work) not in _WORKS:
+        if type(work) not in _WORKS or not work.is_plain:
             return False
         rendered = batches.rendered()
         x, y, begins = batches.laid_out() if rendered is None else (*rendered, batches.start)

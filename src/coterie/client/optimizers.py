@@ -1,0 +1,199 @@
+"""Client optimizers: how a step is made from a direction. One class each, for every engine and plan.
+
+An optimizer works on a stack of c clients: parameters, direction and state are lists of tensors [c, *shape]. It names
+the state it keeps and makes one step in place. The state is zero when a call begins. To add one, write a class:
+
+    @register_optimizer("lion")
+    class Lion(Optimizer):
+        keeps = ("momentum",)
+
+        def step(self, params, direction, state, lr, count): ...
+
+It is then `--set work.optimizer=lion`; a class that is not registered is `--set work.optimizer=module:Lion`.
+"""
+
+from __future__ import annotations
+
+import abc
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from coterie.errors import ConfigError, UnknownName
+from coterie.nets.registry import import_object
+
+Work = Any  # an SGD of work.py, which imports this module
+Stack = list[Tensor]  # one tensor [c, *shape] for each parameter
+State = dict[str, Stack]  # what an optimizer keeps, by name
+
+
+class Optimizer(abc.ABC):
+    """Makes steps of a stack of clients; `work` has the hyperparameters (momentum, weight_decay, beta1 ...)."""
+
+    keeps: tuple[str, ...] = ()  # names of the state: for each, one tensor like every parameter
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    @abc.abstractmethod
+    def step(
+        self, params: Stack, direction: Stack, state: Mapping[str, Stack], lr: float | Tensor, count: float | Tensor
+    ) -> None:
+        """One step along `direction`: changes `params` and `state` in place, and nothing else.
+
+        `count` is the number of this step, from 1. In a CUDA graph `lr` and `count` are tensors on the device: do
+        arithmetic with them, and do not read their values. `direction` may hold a tensor twice; do not write to it.
+        """
+
+    def __call__(
+        self, params: Stack, direction: Stack, state: Mapping[str, Stack], lr: float | Tensor, count: float | Tensor
+    ) -> None:
+        """Clip the direction if the work says so, then make the step."""
+        if self.work.clip_norm is not None:
+            direction = clipped(direction, self.work.clip_norm)
+        self.step(params, direction, state, lr, count)
+
+
+O = TypeVar("O", bound=type[Optimizer])  # noqa: E741
+
+_OPTIMIZERS: dict[str, type[Optimizer]] = {}
+
+
+def register_optimizer(name: str) -> Callable[[O], O]:
+    """Decorator: make an optimizer known by a name."""
+
+    def register(cls: O) -> O:
+        _OPTIMIZERS[name] = cls
+        return cls
+
+    return register
+
+
+def optimizers() -> dict[str, type[Optimizer]]:
+    """All named optimizers."""
+    return dict(sorted(_OPTIMIZERS.items()))
+
+
+def find_optimizer(name: str, may_import: bool = False) -> type[Optimizer]:
+    """The optimizer of a name or of `module:Class`, which is known by that name from then on.
+
+    The module is imported only where the user starts a run: a message must not choose what a site imports.
+    """
+    if name in _OPTIMIZERS:
+        return _OPTIMIZERS[name]
+    if ":" not in name:
+        raise UnknownName("optimizer", name, _OPTIMIZERS)
+    module, _, attribute = name.partition(":")
+    found: Any = import_object(name, "optimizer") if may_import else getattr(sys.modules.get(module), attribute, None)
+    if found is None:
+        raise ConfigError(f"There is no optimizer '{name}' here. Import the module that defines it first.")
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise ConfigError(f"optimizer {name} is not a subclass of coterie.Optimizer.")
+    return register_optimizer(name)(found)
+
+
+# ---- arithmetic that optimizers share ----
+
+
+def move(params: Stack, direction: Stack, lr: float | Tensor) -> None:
+    """w <- w - lr * direction."""
+    if isinstance(lr, Tensor):
+        torch._foreach_sub_(params, torch._foreach_mul(direction, lr))
+    else:
+        torch._foreach_add_(params, direction, alpha=-lr)
+
+
+def with_penalty(params: Stack, direction: Stack, weight_decay: float) -> Stack:
+    """The direction with the gradient of the L2 penalty."""
+    return list(torch._foreach_add(direction, params, alpha=weight_decay)) if weight_decay else direction
+
+
+def clipped(direction: Stack, longest: float) -> Stack:
+    """Each client's direction, no longer than that: as torch.nn.utils.clip_grad_norm_ for each client."""
+    squares = torch.stack([part.flatten(1).square().sum(1) for part in direction])  # [parameters, c]
+    scale = (longest / (squares.sum(0).sqrt() + 1e-6)).clamp(max=1)  # [c]
+    return [part * scale.reshape(-1, *[1] * (part.dim() - 1)) for part in direction]
+
+
+# ---- the optimizers ----
+
+
+@register_optimizer("sgd")
+class MomentumSGD(Optimizer):
+    """As torch.optim.SGD; without momentum it keeps nothing."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.keeps = ("velocity",) if work.momentum else ()
+
+    def step(
+        self, params: Stack, direction: Stack, state: Mapping[str, Stack], lr: float | Tensor, count: float | Tensor
+    ) -> None:
+        """v <- momentum * v + direction; w <- w - lr * v."""
+        direction = with_penalty(params, direction, self.work.weight_decay)
+        if self.keeps:
+            velocity = state["velocity"]
+            torch._foreach_mul_(velocity, self.work.momentum)
+            torch._foreach_add_(velocity, direction)
+            direction = self.ahead(velocity, direction)
+        move(params, direction, lr)
+
+    def ahead(self, velocity: Stack, direction: Stack) -> Stack:
+        """Where momentum leads."""
+        return velocity
+
+
+@register_optimizer("nesterov")
+class NesterovSGD(MomentumSGD):
+    """As torch.optim.SGD with nesterov=True."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        if not work.momentum:
+            raise ConfigError("The optimizer nesterov needs momentum: set work.momentum to a number > 0 and < 1.")
+
+    def ahead(self, velocity: Stack, direction: Stack) -> Stack:
+        """One more step of momentum."""
+        return list(torch._foreach_add(direction, velocity, alpha=self.work.momentum))
+
+
+@register_optimizer("adam")
+class Adam(Optimizer):
+    """Adam (Kingma and Ba, 2015) as torch.optim.Adam; weight decay is an L2 penalty."""
+
+    keeps = ("first", "second")  # moments of the gradient
+
+    def step(
+        self, params: Stack, direction: Stack, state: Mapping[str, Stack], lr: float | Tensor, count: float | Tensor
+    ) -> None:
+        """w <- w - lr * m / (sqrt(v) + eps), with both moments corrected for their start at zero."""
+        self.adapt(params, with_penalty(params, direction, self.work.weight_decay), state, lr, count)
+
+    def adapt(
+        self, params: Stack, direction: Stack, state: Mapping[str, Stack], lr: float | Tensor, count: float | Tensor
+    ) -> None:
+        """The step without weight decay."""
+        beta1, beta2, first, second = self.work.beta1, self.work.beta2, state["first"], state["second"]
+        torch._foreach_lerp_(first, direction, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, direction, direction, 1 - beta2)
+        scale = torch._foreach_sqrt(second)
+        torch._foreach_div_(scale, (1 - beta2**count) ** 0.5)
+        torch._foreach_add_(scale, self.work.eps)
+        move(params, list(torch._foreach_div(first, scale)), lr / (1 - beta1**count))
+
+
+@register_optimizer("adamw")
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019) as torch.optim.AdamW."""
+
+    def step(
+        self, params: Stack, direction: Stack, state: Mapping[str, Stack], lr: float | Tensor, count: float | Tensor
+    ) -> None:
+        """w <- (1 - lr * weight_decay) * w, then Adam's step."""
+        if self.work.weight_decay:
+            torch._foreach_mul_(params, 1 - lr * self.work.weight_decay)
+        self.adapt(params, direction, state, lr, count)
