@@ -205,7 +205,16 @@ def test_the_result_shows(text: str):
 
 
 def test_what_there_is_not_is_not_shown():
-    less = SUMMARY | {"accuracy": None, "f1": None, "ari": None, "failures": 0, "notes": [], "repairs": []}
+    less = SUMMARY | {
+        "accuracy": None,
+        "f1": None,
+        "ari": None,
+        "nmi": None,
+        "purity": None,
+        "failures": 0,
+        "notes": [],
+        "repairs": [],
+    }
     less |= {"clients_met": 6, "bytes": SUMMARY["bytes"] | {"start": {"down": 0, "up": 0}}}
     less.pop("path")
     text = shown(less)

@@ -11,12 +11,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from coterie.cli.output import clock, number, percent, stdout
+from coterie.cli.output import clock, stdout
 from coterie.data.dataset import presets
 from coterie.data.scenario import parts
 from coterie.errors import ConfigError, RunError, UnknownName
 from coterie.methods.base import algorithms
 from coterie.nets.registry import model_settings, models
+from coterie.runs.metrics import METRICS, metrics
 from coterie.runs.reading import find_runs, read_run
 from coterie.settings import fields_of
 
@@ -52,11 +53,22 @@ def _scenarios() -> list[dict[str, Any]]:
     return [{"name": key, "about": cls.summary, "fields": _fields(cls)} for key, cls in parts().items()]
 
 
-_THINGS = {"algorithms": _algorithms, "datasets": _datasets, "models": _models, "scenarios": _scenarios}
+def _metrics() -> list[dict[str, Any]]:
+    found = METRICS.values()
+    return [{"name": m.key, "about": f"{m.label}: {m.about}", "path": m.path, "better": m.better} for m in found]
+
+
+_THINGS = {
+    "algorithms": _algorithms,
+    "datasets": _datasets,
+    "metrics": _metrics,
+    "models": _models,
+    "scenarios": _scenarios,
+}
 
 
 def list_things(
-    what: Annotated[str, typer.Argument(help="algorithms, datasets, models, scenarios or runs.")],
+    what: Annotated[str, typer.Argument(help="algorithms, datasets, metrics, models, scenarios or runs.")],
     folder: Annotated[Path | None, typer.Argument(help="With 'runs': their folder; by default 'runs'.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False,
 ) -> None:
@@ -97,7 +109,9 @@ def list_runs(folder: Path, json_: bool) -> None:
         return
     table = Table(title=f"{len(rows)} runs in {folder}", title_justify="left")
     table.add_column("run", style="bold", overflow="fold")
-    for column in ("state", "rounds", "method", "data", "seed", "accuracy", "5 worst", "ARI", "left"):
+    scores = metrics("terminal")
+    heads = [metric.short for metric in scores]
+    for column in ("state", "rounds", "method", "data", "seed", *heads, "left"):
         table.add_column(column, justify="left" if column in ("state", "method", "data") else "right")
     for row in rows:
         if row["state"] == "damaged":
@@ -111,9 +125,7 @@ def list_runs(folder: Path, json_: bool) -> None:
             escape(row["algorithm"]),
             escape(row["dataset"]),
             str(row["seed"]),
-            percent(row["accuracy"]),
-            percent(row["bottom5"]),
-            number(row["ari"]),
+            *[metric.format.text(row[metric.key]) for metric in scores],
             left,
         )
     stdout().print(table)
@@ -134,6 +146,6 @@ def run_row(name: str, path: Path) -> dict[str, Any]:
         "seed": run.seed,
         "rounds_done": run.done,
         "rounds": run.planned,
-        **{key: run.last(key) for key in ("accuracy", "bottom5", "f1", "loss", "ari")},
+        **{metric.key: run.last(metric.key) for metric in metrics("headline", "terminal")},
         "seconds_left": run.seconds_left,
     }

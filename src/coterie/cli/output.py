@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from coterie.runs.metrics import metrics
 from coterie.runs.observers import Row
 
 _SHOWN_SIZES = 8
@@ -158,19 +159,17 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table = Table(title=f"{summary['algorithm']} on {summary['dataset']}", show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column()
-    accuracy, f1 = summary["accuracy"], summary["f1"]
-    if accuracy:
-        table.add_row("accuracy", f"macro {percent(accuracy['macro'])}  micro {percent(accuracy['micro'])}")
-        worst = f"5 worst clients {percent(accuracy['bottom5'])}  worst tenth {percent(accuracy['worst_decile'])}"
-        table.add_row("fairness", worst)
-        table.add_row("best 5 rounds", f"micro {percent(accuracy['best5'])}")
-    if f1:
-        table.add_row("F1", f"macro {percent(f1['macro'])}  micro {percent(f1['micro'])}")
-    if summary["loss"]:
-        table.add_row("loss", f"macro {summary['loss']['macro']:.4f}  micro {summary['loss']['micro']:.4f}")
-    if summary["ari"] is not None:
-        agreement = f"ARI {summary['ari']:.2f}  NMI {summary['nmi']:.2f}  purity {summary['purity']:.2f}"
-        table.add_row("true groups", agreement)
+    lines: dict[str, list[str]] = {}
+    scores = metrics("summary")
+    tables = [metric.place[0] for metric in scores]
+    # Of each table, what is known of the last round comes before what is known of all rounds.
+    for metric in sorted(scores, key=lambda metric: (tables.index(metric.place[0]), metric.of_run)):
+        value = metric.read(summary)
+        if value is not None:
+            shown = f"{metric.word} {metric.format.text(value)}".strip()
+            lines.setdefault(metric.line, []).append(shown)
+    for line, parts in lines.items():
+        table.add_row(line, "  ".join(parts))
     table.add_row("clusters", f"{summary['clusters']}: {short_sizes(summary['cluster_sizes'])}")
     if summary.get("unseen"):
         unseen = summary["unseen"]

@@ -19,6 +19,7 @@ from coterie.errors import CoterieError, Interrupted
 from coterie.runs.execution import execute
 from coterie.runs.experiment import Experiment
 from coterie.runs.folder import RunFolder
+from coterie.runs.metrics import PERCENT, SECONDS, Format, Metric, metrics, nested
 from coterie.runs.observers import Several
 from coterie.runs.trackers import trackers
 
@@ -114,9 +115,6 @@ def _over_seeds(summaries: list[Summary]) -> Row:
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         return {"mean": statistics.fmean(values), "std": spread}
 
-    def part(table: str, key: str) -> dict[str, float] | None:
-        return over(lambda summary: (summary[table] or {}).get(key))
-
     def unseen(summary: Summary) -> Any:
         return ((summary["unseen"] or {}).get("accuracy") or {}).get("macro")
 
@@ -126,14 +124,14 @@ def _over_seeds(summaries: list[Summary]) -> Row:
 
     return {
         "seeds": len(summaries),
-        "accuracy": {key: part("accuracy", key) for key in ("macro", "micro", "bottom5")},
-        "f1": {"macro": part("f1", "macro")},
-        "loss": {"macro": part("loss", "macro")},
-        "ari": over(lambda summary: summary["ari"]),
+        **nested((metric, over(metric.read)) for metric in metrics("table")),
         "clusters": over(lambda summary: summary["clusters"]),
         "unseen": {"macro": over(unseen), "ari": over(lambda summary: (summary["unseen"] or {}).get("ari"))},
         "gradients": over(work),
-        "bytes": {key: part("bytes", key) for key in ("down", "up")},
+        "bytes": {
+            "down": over(lambda summary: summary["bytes"]["down"]),
+            "up": over(lambda summary: summary["bytes"]["up"]),
+        },
         "start_bytes": {
             "down": over(lambda summary: summary["bytes"]["start"]["down"]),
             "up": over(lambda summary: summary["bytes"]["start"]["up"]),
@@ -182,36 +180,38 @@ def as_table(rows: list[Row], title: str, width: int) -> Table:
         table.add_column(label, style="bold", no_wrap=True)
     has_unseen = any(row["unseen"]["macro"] for row in rows)
     is_wide = width >= (140 if seeds > 1 else 110)
-    columns = ["accuracy", "5 worst", *(["unseen"] if has_unseen else []), *(["F1"] if is_wide else []), "ARI"]
+    scores = metrics("terminal", "wide") if is_wide else metrics("terminal")
+    first = [metric for metric in scores if metric.place[0] == "accuracy"]
+    rest = [metric for metric in scores if metric not in first]
+    columns = [*(m.short for m in first), *(["unseen"] if has_unseen else []), *(m.short for m in rest)]
     for column in (*columns, *(["K"] if is_wide else []), "gradients", "down", "up", "start", "seconds"):
         table.add_column(column, justify="right")
 
-    def cell(value: dict[str, float] | None, factor: float, digits: int) -> str:
+    def cell(value: dict[str, float] | None, form: Format) -> str:
         if value is None:
             return "-"
-        text = f"{factor * value['mean']:.{digits}f}"
-        return f"{text} ±{factor * value['std']:.{digits}f}" if seeds > 1 else text
+        return form.text(value["mean"]) + (f" ±{form.text(value['std'])}" if seeds > 1 else "")
 
-    scored = [row["accuracy"]["macro"]["mean"] for row in rows if row["accuracy"]["macro"]]
+    best = max((row["accuracy"]["macro"]["mean"] for row in rows if row["accuracy"]["macro"]), default=None)
+
+    def score(row: Row, metric: Metric) -> str:
+        value = metric.read(row)
+        text = cell(value, metric.format)
+        return f"[bold green]{text}[/]" if metric.key == "accuracy" and value and value["mean"] == best else text
+
     for row in rows:
-        macro = row["accuracy"]["macro"]
-        shown = cell(macro, 100, 2)
-        if macro and macro["mean"] == max(scored):
-            shown = f"[bold green]{shown}[/]"
         start = sum(row["start_bytes"][key]["mean"] for key in ("down", "up"))
         clusters = row["clusters"]["mean"]
         table.add_row(
             *[row["labels"].get(label, "") for label in labels],
-            shown,
-            cell(row["accuracy"]["bottom5"], 100, 2),
-            *([cell(row["unseen"]["macro"], 100, 2)] if has_unseen else []),
-            *([cell(row["f1"]["macro"], 100, 2)] if is_wide else []),
-            cell(row["ari"], 1, 2),
+            *[score(row, metric) for metric in first],
+            *([cell(row["unseen"]["macro"], PERCENT)] if has_unseen else []),
+            *[score(row, metric) for metric in rest],
             *([f"{clusters:.3g}" if clusters else "-"] if is_wide else []),
             f"{row['gradients']['mean'] / 1e6:.2f}M",
             megabytes(int(row["bytes"]["down"]["mean"])),
             megabytes(int(row["bytes"]["up"]["mean"])),
             megabytes(int(start)) if start else "-",
-            cell(row["seconds"], 1, 1),
+            cell(row["seconds"], SECONDS),
         )
     return table

@@ -14,25 +14,13 @@ from numpy.typing import NDArray
 
 from coterie.errors import RunError
 from coterie.runs.files import first_line
-from coterie.runs.metrics import QUANTILES, quantiles
+from coterie.runs.metrics import METRICS, QUANTILES, SCORES, quantiles
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Where the numbers of a round are in its row.
-COLUMNS: dict[str, tuple[str, ...]] = {
-    "accuracy": ("accuracy", "macro"),
-    "accuracy_micro": ("accuracy", "micro"),
-    "bottom5": ("accuracy", "bottom5"),
-    "worst_decile": ("accuracy", "worst_decile"),
-    "f1": ("f1", "macro"),
-    "f1_micro": ("f1", "micro"),
-    "loss": ("loss", "macro"),
-    "loss_micro": ("loss", "micro"),
-    "ari": ("ari",),
-    "nmi": ("nmi",),
-    "purity": ("purity",),
-    "churn": ("churn",),
+# Where the numbers of a round are in its row, beside its metrics.
+FACTS: dict[str, tuple[str, ...]] = {
     "cohort": ("cohort",),
     "met": ("clients_met",),
     "failures": ("failures",),
@@ -51,8 +39,9 @@ def columns_of(
 ) -> tuple[Ints, dict[str, Floats], dict[str, Floats], list[list[int]], list[dict[str, Any]]]:
     """The rows as columns, every number checked."""
     rounds: list[int] = []
-    columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
-    spread: dict[str, list[list[float]]] = {name: [] for name in ("accuracy", "f1", "loss")}
+    places = {metric.key: metric.place for metric in METRICS.values() if not metric.of_run} | FACTS
+    columns: dict[str, list[float]] = {name: [] for name in places}
+    spread: dict[str, list[list[float]]] = {name: [] for name in SCORES}
     sizes: list[list[int]] = []
     repairs: list[dict[str, Any]] = []
     for number, row in enumerate(rows, 1):
@@ -62,7 +51,7 @@ def columns_of(
             if rounds and row["round"] <= rounds[-1]:
                 raise ValueError(f"round {row['round']} comes after round {rounds[-1]}")
             rounds.append(row["round"])
-            for name, keys in COLUMNS.items():
+            for name, keys in places.items():
                 columns[name].append(_number(row, keys))
             for name, values in spread.items():
                 found = row.get("spread", {}).get(name)
@@ -99,6 +88,12 @@ def _number(row: Mapping[str, Any], keys: tuple[str, ...]) -> float:
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise ValueError(f"{'.'.join(keys)} is {str(found)[:40]!r}")
     return float(found) if math.isfinite(found) else math.nan
+
+
+def finite(found: Any) -> float | None:
+    """A finite number; None if it is not one."""
+    is_number = isinstance(found, (int, float)) and not isinstance(found, bool) and math.isfinite(found)
+    return float(found) if is_number else None
 
 
 def _five(found: Any) -> list[float]:
@@ -150,7 +145,7 @@ def scores_of(clients: Mapping[str, NDArray[Any]], count: int) -> tuple[dict[str
     samples = clients.get("samples")
     last: dict[str, Floats] = {}
     every: dict[str, Floats] = {}
-    for name in ("accuracy", "f1", "loss"):
+    for name in SCORES:
         values = clients.get(name)
         if not isinstance(values, np.ndarray) or values.ndim != 2 or values.shape[1] != count or not len(values):
             continue

@@ -36,7 +36,7 @@ from coterie.methods.parts.centers import CenterState
 from coterie.methods.parts.clustering import CenterSums, Sketch, kmeans
 from coterie.randomness import Rng, uniform
 from coterie.runs.experiment import Experiment
-from coterie.runs.metrics import spread
+from coterie.runs.metrics import METRICS, of_scores
 from coterie.runs.newcomers import split_unseen
 from coterie.settings import check
 
@@ -259,13 +259,8 @@ def _validation(state: CenterState, clients: Tensor, engine: Engine, rng: Rng) -
     chunks = [chunk.answer for chunk in call]
     if not chunks:
         return None, None
-    scores = {name: torch.cat([answer[name] for answer in chunks]).cpu().numpy() for name in chunks[0]}
-
-    def over_all(name: str) -> float | None:
-        means = spread(scores[name], scores["samples"]) if name in scores else None
-        return None if means is None else means["micro"]
-
-    return over_all("accuracy"), over_all("loss")
+    known = of_scores({name: torch.cat([answer[name] for answer in chunks]).cpu().numpy() for name in chunks[0]})
+    return METRICS["accuracy_micro"].value(known), METRICS["loss_micro"].value(known)
 
 
 # ---- how good a clustering is ----

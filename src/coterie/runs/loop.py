@@ -22,7 +22,7 @@ from coterie.methods.base import Algorithm, Personal
 from coterie.randomness import Rng
 from coterie.runs.exhibits import Arrays, Sketches, listening, member_pictures
 from coterie.runs.folder import Checkpoint, RunFolder
-from coterie.runs.metrics import agreement, best_rounds, churn, cluster_sizes, evaluation, quantiles
+from coterie.runs.metrics import cluster_sizes, measured, of_clusters, of_scores, quantiles, summarized
 from coterie.runs.observers import Listener, Row, Several
 from coterie.settings import check, setting
 
@@ -142,10 +142,12 @@ class Trainer:
         row: Row = {"round": number, "cohort": len(cohort)}
         last = number == self.schedule.rounds or self.algorithm.should_stop(self.state)
         looked = time.perf_counter()
+        known = self._known_clusters(labels) | {"before": before, "after": labels}
         if last or number % self.schedule.evaluate_every == 0:
-            row |= self._evaluate(number)
-        row |= agreement(self._honest(labels), self._groups())
-        row["churn"] = churn(before, labels)
+            scores = self._evaluate(number)
+            row |= {"spread": quantiles(scores)}
+            known |= of_scores(scores, labels)
+        row |= measured(known)
         row["cluster_sizes"] = cluster_sizes(labels, self.state.num_clusters)
         row["clients_met"] = int((labels >= 0).sum())
         row["failures"] = len(self.engine.failures) - failures
@@ -193,8 +195,8 @@ class Trainer:
         missing = self.engine.num_clients - len(values)
         return values if not missing else np.concatenate([values, np.full(missing, fill, dtype=values.dtype)])
 
-    def _evaluate(self, number: int) -> Row:
-        """Every client's personal model on its test samples."""
+    def _evaluate(self, number: int) -> dict[str, NDArray[Any]]:
+        """Scores of every client's personal model on its test samples; attackers count as without samples."""
         self.engine.begin(number, "evaluate")
         everyone = self.engine.everyone()
         personal = self.algorithm.personal(self.state, everyone)
@@ -203,12 +205,11 @@ class Trainer:
         self.progress.scores.append(scores)
         self.progress.score_rounds.append(number)
         honest = ~self.attack.attackers.numpy()
-        counted = scores | {"samples": scores["samples"] * honest}
-        return evaluation(counted) | {"spread": quantiles(counted)}
+        return scores | {"samples": scores["samples"] * honest}
 
-    def _honest(self, labels: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The labels of honest clients; attackers count as not met."""
-        return np.where(self.attack.attackers.numpy(), -1, labels)
+    def _known_clusters(self, labels: NDArray[np.int64]) -> dict[str, Any]:
+        """What metrics may know of the clusters; attackers count as not met."""
+        return of_clusters(np.where(self.attack.attackers.numpy(), -1, labels), self._groups())
 
     def rng_of_evaluation(self, number: int) -> Rng:
         """What the adaptation of personal models hangs on in that round."""
@@ -225,19 +226,13 @@ class Trainer:
     def summary(self) -> dict[str, Any]:
         """The result in numbers, as `summary.json` and `--json` give it."""
         rows, labels = self.progress.rows, self.progress.labels[-1]
-        last = next((row for row in reversed(rows) if "accuracy" in row), {})
-        seen = [row["accuracy"]["micro"] for row in rows if row.get("accuracy")]
-        accuracy = last.get("accuracy")
         seconds = self.progress.seconds
         return {
             "rounds": self.progress.round,
             "clients": len(self.federation),
             "clients_met": int((labels >= 0).sum()),
             "clusters": self.state.num_clusters,
-            "accuracy": accuracy | {"best5": best_rounds(seen)} if accuracy else None,
-            "f1": last.get("f1"),
-            "loss": last.get("loss"),
-            **agreement(self._honest(labels), self._groups()),
+            **summarized(rows, self._known_clusters(labels)),
             "cluster_sizes": cluster_sizes(labels, self.state.num_clusters),
             "repairs": list(self.state.repairs),
             "failures": len(self.engine.failures),

@@ -23,7 +23,7 @@ from coterie.errors import ConfigError, DataError
 from coterie.methods.base import Algorithm, Personal, S
 from coterie.randomness import Rng, uniform
 from coterie.runs.loop import evaluate_clients
-from coterie.runs.metrics import agreement, evaluation
+from coterie.runs.metrics import METRICS, of_clusters, of_scores
 
 
 def split_unseen(federation: Federation, share: float, seed: int) -> tuple[Federation, Federation | None]:
@@ -72,13 +72,14 @@ class Newcomers:
     def ari(self) -> float | None:
         """Agreement of their clusters with their true groups; None where those are not known."""
         groups = self.federation.groups
-        return agreement(self.labels.numpy(), None if groups is None else groups.numpy())["ari"]
+        return METRICS["ari"].value(of_clusters(self.labels.numpy(), None if groups is None else groups.numpy()))
 
     def summary(self) -> dict[str, Any]:
         """Their number, accuracy and agreement, as the run's summary has them."""
-        accuracy = evaluation(self.scores)["accuracy"]
-        kept = {part: accuracy[part] for part in ("micro", "macro")} if accuracy else None
-        return {"clients": len(self.federation), "accuracy": kept, "ari": self.ari}
+        known = of_scores(self.scores)
+        means = {part: METRICS[key].value(known) for part, key in (("micro", "accuracy_micro"), ("macro", "accuracy"))}
+        accuracy = None if known["accuracy"] is None else means
+        return {"clients": len(self.federation), "accuracy": accuracy, "ari": self.ari}
 
     def rows(self) -> list[dict[str, Any]]:
         """Name, cluster, true group and accuracy of each; None where there is none."""

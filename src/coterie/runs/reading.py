@@ -23,6 +23,7 @@ from coterie.runs.checks import (
     client_names,
     columns_of,
     fill_spread,
+    finite,
     is_flat,
     is_table,
     is_whole,
@@ -35,6 +36,7 @@ from coterie.runs.checks import (
 )
 from coterie.runs.files import Files, checked_object, read_config, read_rows
 from coterie.runs.folder import RunFolder
+from coterie.runs.metrics import METRICS
 
 if TYPE_CHECKING:
     from coterie.runs.result import Result
@@ -59,7 +61,9 @@ class RunData:
     environment: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] | None = None
     rounds: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [T]
-    curves: dict[str, Floats] = field(default_factory=dict)  # by the names of COLUMNS: [T], NaN where not told
+    curves: dict[str, Floats] = field(
+        default_factory=dict
+    )  # by the keys of metrics and of FACTS: [T], NaN where not told
     spread: dict[str, Floats] = field(default_factory=dict)  # accuracy, f1, loss: [T, 5] over clients
     sizes: list[list[int]] = field(default_factory=list)  # [T][K]
     repairs: list[dict[str, Any]] = field(default_factory=list)  # round, reason
@@ -121,7 +125,9 @@ class RunData:
         return None if self.labels is None or not len(self.labels) else self.labels[-1]
 
     def last(self, name: str) -> float | None:
-        """The last value of a curve that was told."""
+        """The last value of a curve that was told; of a metric of the whole run, the summary's."""
+        if name in METRICS and METRICS[name].of_run:
+            return finite(METRICS[name].read(self.summary))
         values = self.curves.get(name)
         if values is None or not np.isfinite(values).any():
             return None

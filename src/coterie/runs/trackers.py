@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import ConfigError, MissingExtra, UnknownName
+from coterie.runs.metrics import metrics
 from coterie.runs.observers import Observer, Row, RunInfo
 
 _MOST_SIZES = 32  # clusters whose sizes are curves of their own
@@ -153,7 +154,8 @@ class MLflow(Observer):
             return
         with _quietly():
             if summary is not None:
-                for name, value in scalars({k: summary.get(k) for k in ("accuracy", "f1", "ari", "seconds")}).items():
+                final = {metric.place[0] for metric in metrics("table")} | {"seconds"}
+                for name, value in scalars({key: summary.get(key) for key in final}).items():
                     self._client.log_metric(self._id, f"final/{name}", value)
             self._client.set_terminated(self._id, "FINISHED" if summary is not None else "KILLED")
 

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from coterie.runs.reading import RunData, read_run
-from coterie.views.report.compare import COLUMNS, best_of, compared_to_best, holm, paired_t, rows_of, value_of
+from coterie.views.report.compare import best_of, columns, compared_to_best, holm, paired_t, rows_of, value_of
 
 from .made import make_run
 
@@ -51,9 +51,9 @@ def test_the_best_of_each_dataset_is_marked(tmp_path: Path):
         read_run(make_run(tmp_path, "other", algorithm="ifca", dataset="else", best=0.2)),
     ]
     rows = rows_of(runs)
-    accuracy = next(column for column in COLUMNS if column.key == "accuracy")
-    loss = next(column for column in COLUMNS if column.key == "loss")
-    clusters = next(column for column in COLUMNS if column.key == "clusters")
+    accuracy = next(column for column in columns() if column.key == "accuracy")
+    loss = next(column for column in columns() if column.key == "loss")
+    clusters = next(column for column in columns() if column.key == "clusters")
     assert best_of(rows, accuracy) == {0}  # one row alone is not the best of anything
     assert best_of(rows, loss) == {0}  # the lowest
     assert best_of(rows, clusters) == set()

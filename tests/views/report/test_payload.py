@@ -52,8 +52,8 @@ def test_fairness_by_hand(tmp_path: Path):
     np.savez(path / "clients.npz", **arrays)
     found = run_payload(read_run(path), tsne=False)["fairness"]
     assert found["worst"] == [1, 4, 2, 3, 0]
-    assert found["mean"] == found["bottom5"] == 0.5
-    assert found["worst_decile"] == 0.1
+    assert found["mean"] == 0.5
+    assert found["parts"] == [["5 worst clients", 0.5], ["worst tenth", 0.1]]
     assert found["jain"] == round(2.5**2 / (5 * (0.81 + 0.01 + 0.25 + 0.49 + 0.09)), 5)
     assert found["deviation"] == round(float(np.std([0.9, 0.1, 0.5, 0.7, 0.3])), 5)
 

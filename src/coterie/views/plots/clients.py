@@ -15,8 +15,8 @@ from coterie.views.plots.common import (
     cluster_name,
     frame,
     of_run,
-    percent_axis,
     put_legend,
+    score_axis,
 )
 from coterie.views.plots.federation import MOST_BUBBLES, draw_bubbles, draw_heat_map
 from coterie.views.plots.style import Theme, ink_axes, panel, write_title
@@ -51,7 +51,7 @@ def client_accuracy(run: Any, *, dark: bool = False) -> Figure:
         )
     axes.set_xlabel("clients, sorted" + ("" if alone else " within each cluster"))
     axes.set_xticks([])
-    percent_axis(axes)
+    score_axis(axes, "accuracy")
     if len(np.unique(lots[order])) <= 14:
         put_legend(axes, theme, beside=True)
     return figure

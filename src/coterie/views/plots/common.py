@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import DataError
+from coterie.runs.metrics import METRICS, Metric, metrics
 from coterie.runs.reading import RunData, as_run
 from coterie.views.plots.style import DARK, LIGHT, OKABE_ITO, Theme, colour, ink_legend, panel, write_title
 from coterie.views.report.flow import NOT_MET, OTHERS, is_alone
@@ -19,15 +20,6 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 MARKERS = "os^D"  # beyond eight groups the colours come again with another shape
-SCORES = {
-    "accuracy": "accuracy",
-    "f1": "F1",
-    "loss": "loss",
-    "bottom5": "accuracy of the 5 worst clients",
-    "ari": "ARI",
-    "churn": "churn",
-}
-SHARES = ("accuracy", "f1", "bottom5")  # shown in percent
 _GREY = OKABE_ITO[-1]
 
 
@@ -54,9 +46,21 @@ def put_legend(axes: Axes, theme: Theme, *, beside: bool = False, columns: int =
     ink_legend(axes.legend(**place | options | more), theme)
 
 
-def percent_axis(axes: Axes) -> None:
+def scores() -> dict[str, str]:
+    """The metrics that can be drawn by round, and their labels."""
+    return {metric.key: metric.label for metric in metrics("curves")}
+
+
+def drawn_in(panel: str) -> list[Metric]:
+    """The metrics that are drawn beside the main one of a picture."""
+    return [metric for metric in METRICS.values() if metric.panel == panel]
+
+
+def score_axis(axes: Axes, score: str) -> None:
     """Shares are shown in percent."""
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    form = METRICS[score].format
+    if form.unit:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{form.factor * value:g} {form.unit}")
 
 
 def round_axis(axes: Axes) -> None:

@@ -17,19 +17,19 @@ from coterie.errors import DataError, UnknownName
 from coterie.runs.reading import RunData
 from coterie.views.plots.common import (
     MARKERS,
-    SCORES,
-    SHARES,
     Floats,
     cluster_colour,
     cluster_name,
     draw_line,
+    drawn_in,
     frame,
     megabytes_sent,
     of_run,
-    percent_axis,
     put_legend,
     refuse_lone,
     round_axis,
+    score_axis,
+    scores,
 )
 from coterie.views.plots.style import OKABE_ITO, Theme, colour, ink_axes, panel, write_title
 from coterie.views.report.flow import OTHERS, flow_of, shown_clusters
@@ -47,8 +47,9 @@ def accuracy(run: Any, *, dark: bool = False) -> Figure:
     """Accuracy by round: mean, the five worst, and the spread over clients."""
     data, theme = of_run(run, dark)
     figure, axes = _score(data, "accuracy", theme)
-    if np.isfinite(data.curves["bottom5"]).any():
-        draw_line(axes, data.rounds, data.curves["bottom5"], colour(3), "5 worst clients", linestyle=":")
+    for place, metric in enumerate(drawn_in("accuracy")):
+        if np.isfinite(data.curves[metric.key]).any():
+            draw_line(axes, data.rounds, data.curves[metric.key], colour(3 + place), metric.label, linestyle=":")
     for repair in data.repairs:
         axes.plot(
             [repair["round"]], [1.01], marker="v", color=colour(3), transform=axes.get_xaxis_transform(), clip_on=False
@@ -76,8 +77,8 @@ def loss(run: Any, *, dark: bool = False) -> Figure:
 def _score(data: RunData, name: str, theme: Theme) -> tuple[Figure, Axes]:
     values = data.curves.get(name)
     if values is None or not np.isfinite(values).any():
-        raise DataError(f"{data.name} has no {SCORES[name]} yet.")
-    figure, axes = frame(f"{data.title}: {SCORES[name]} by round", theme)
+        raise DataError(f"{data.name} has no {scores()[name]} yet.")
+    figure, axes = frame(f"{data.title}: {scores()[name]} by round", theme)
     told = np.isfinite(data.spread[name]).all(1)
     for low, high, opacity in ((0, 4, 0.15), (1, 3, 0.2)):
         five = data.spread[name][told]
@@ -86,8 +87,7 @@ def _score(data: RunData, name: str, theme: Theme) -> tuple[Figure, Axes]:
             data.rounds[told], five[:, low], five[:, high], color=colour(0), alpha=opacity, linewidth=0, label=label
         )
     draw_line(axes, data.rounds, values, colour(0), "mean over clients", linewidth=1.8)
-    if name in SHARES:
-        percent_axis(axes)
+    score_axis(axes, name)
     round_axis(axes)
     return figure, axes
 
@@ -128,13 +128,9 @@ def churn(run: Any, *, dark: bool = False) -> Figure:
     if not len(data.rounds):
         raise DataError(f"{data.name} has no rounds yet.")
     figure, axes = frame(f"{data.title}: churn and agreement by round", theme)
-    parts = (
-        ("churn", "changed cluster", 3, "-"),
-        ("ari", "ARI", 0, "-"),
-        ("nmi", "NMI", 2, "--"),
-        ("purity", "purity", 4, ":"),
-    )
-    for name, label, place, style in parts:
+    lines = [("churn", "changed cluster"), *((metric.key, metric.label) for metric in drawn_in("churn"))]
+    styles = ((3, "-"), (0, "-"), (2, "--"), (4, ":"), (5, "-."), (6, "--"), (7, ":"))  # colour, dashes
+    for (name, label), (place, style) in zip(lines, styles, strict=False):
         if np.isfinite(data.curves[name]).any():
             draw_line(axes, data.rounds, data.curves[name], colour(place), label, linestyle=style)
     axes.set_ylim(min(-0.02, axes.get_ylim()[0]), 1.03)
@@ -356,5 +352,5 @@ def accuracy_by_bytes(run: Any, *, dark: bool = False) -> Figure:
     draw_line(axes, megabytes_sent(data), data.curves["accuracy"], colour(0), "accuracy", linewidth=1.8)
     axes.set_xlabel("MB sent")
     axes.set_xlim(left=0)
-    percent_axis(axes)
+    score_axis(axes, "accuracy")
     return figure

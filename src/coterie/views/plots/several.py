@@ -14,14 +14,13 @@ from coterie.errors import ConfigError, DataError, StorageError, UnknownName
 from coterie.runs.reading import RunData, as_run
 from coterie.views.plots.clients import client_accuracy, held_labels, member_samples, pseudo_confusion, pseudo_samples
 from coterie.views.plots.common import (
-    SCORES,
-    SHARES,
     draw_line,
     frame,
     megabytes_sent,
-    percent_axis,
     put_legend,
     round_axis,
+    score_axis,
+    scores,
 )
 from coterie.views.plots.run import (
     accuracy,
@@ -49,8 +48,8 @@ def curves(
     runs: Sequence[Any], score: str = "accuracy", *, against: Literal["round", "bytes"] = "round", dark: bool = False
 ) -> Figure:
     """A score of several runs over each other; runs that differ only in their seed are a mean with a band."""
-    if score not in SCORES:
-        raise UnknownName("score of a run", score, SCORES)
+    if score not in scores():
+        raise UnknownName("score of a run", score, scores())
     if against not in ("round", "bytes"):
         raise UnknownName("axis of curves", against, ("round", "bytes"))
     data, theme = [as_run(run) for run in runs], DARK if dark else LIGHT
@@ -58,7 +57,7 @@ def curves(
         raise ConfigError("curves needs at least one run.")
     rows = compare.rows_of(data)
     several = len({row.dataset for row in rows}) > 1
-    figure, axes = frame(f"{SCORES[score]} of {len(data)} runs", theme, width=6.6, height=3.6, right=1.9)
+    figure, axes = frame(f"{scores()[score]} of {len(data)} runs", theme, width=6.6, height=3.6, right=1.9)
     drawn = False
     for place, row in enumerate(rows):
         members = [data[i] for i in row.runs if np.isfinite(data[i].curves[score]).any()]
@@ -77,9 +76,8 @@ def curves(
             mean, spread = values.mean(0), values.std(0, ddof=1)
             axes.fill_between(x, mean - spread, mean + spread, color=colour(place), alpha=0.18, linewidth=0)
     if not drawn:
-        raise DataError(f"None of the runs has {SCORES[score]} yet.")
-    if score in SHARES:
-        percent_axis(axes)
+        raise DataError(f"None of the runs has {scores()[score]} yet.")
+    score_axis(axes, score)
     if against == "bytes":
         axes.set_xlabel("MB sent")
     else:
@@ -129,7 +127,7 @@ PICTURES: Mapping[str, Callable[..., Any]] = {
 
 def picture_names() -> list[str]:
     """The names of all pictures that `save_all` draws."""
-    return [*PICTURES, *(f"compare-{score}" for score in SCORES), "compare-accuracy-by-bytes"]
+    return [*PICTURES, *(f"compare-{score}" for score in scores()), "compare-accuracy-by-bytes"]
 
 
 def save_all(
@@ -160,7 +158,7 @@ def save_all(
                 written += _save(make(run, dark=dark), home / picture)
     if len(data) > 1:
         over: dict[str, Callable[[], Figure]] = {
-            f"compare-{score}": functools.partial(curves, data, score, dark=dark) for score in SCORES
+            f"compare-{score}": functools.partial(curves, data, score, dark=dark) for score in scores()
         }
         over["compare-accuracy-by-bytes"] = functools.partial(curves, data, "accuracy", against="bytes", dark=dark)
         for name, draw in over.items():

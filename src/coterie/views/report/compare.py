@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coterie.runs.checks import finite
+from coterie.runs.metrics import metrics
 from coterie.runs.reading import RunData
 
 
@@ -29,18 +31,17 @@ class Column:
     better: str = "high"  # or "low"; "none": neither is better
 
 
-COLUMNS = (
-    Column("accuracy", "accuracy", 100, 2, "%"),
-    Column("accuracy_micro", "accuracy, micro", 100, 2, "%"),
-    Column("best5", "best 5 rounds", 100, 2, "%"),
-    Column("bottom5", "5 worst clients", 100, 2, "%"),
-    Column("f1", "F1", 100, 2, "%"),
-    Column("loss", "loss", 1, 3, "", "low"),
-    Column("ari", "ARI", 1, 2),
-    Column("clusters", "K", 1, 0, "", "none"),
-    Column("megabytes", "MB sent", 1, 1, "MB", "low"),
-    Column("seconds", "seconds", 1, 1, "s", "low"),
-)
+def columns() -> list[Column]:
+    """The columns of the table: metrics, then costs."""
+    scores = [
+        (m.key, m.label, m.format.factor, min(3, m.format.digits), m.format.unit, m.better) for m in metrics("compare")
+    ]
+    return [
+        *(Column(*score) for score in scores),
+        Column("clusters", "K", 1, 0, "", "none"),
+        Column("megabytes", "MB sent", 1, 1, "MB", "low"),
+        Column("seconds", "seconds", 1, 1, "s", "low"),
+    ]
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,8 @@ def value_of(run: RunData, key: str) -> float | None:
         found: Any = summary
         for part in keys:
             found = found.get(part) if isinstance(found, dict) else None
-        good = isinstance(found, (int, float)) and not isinstance(found, bool) and math.isfinite(found)
-        return float(found) if good else None
+        return finite(found)
 
-    if key == "best5":
-        return told("accuracy", "best5")
     if key == "clusters":
         return told("clusters") or (float(len(run.sizes[-1])) if run.sizes else None)
     if key == "megabytes":
@@ -108,7 +106,7 @@ def rows_of(runs: Sequence[RunData]) -> list[Row]:
             label=label,
             dataset=runs[members[0]].dataset,
             runs=members,
-            values={column.key: [value_of(runs[i], column.key) for i in members] for column in COLUMNS},
+            values={column.key: [value_of(runs[i], column.key) for i in members] for column in columns()},
         )
         for label, members in zip(names, found.values(), strict=True)
     ]

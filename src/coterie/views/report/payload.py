@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.data.pictures import spread_evenly
-from coterie.runs.metrics import fairness
+from coterie.runs.metrics import METRICS, metrics
 from coterie.runs.reading import RunData
 from coterie.views.report import compare
 from coterie.views.report.flow import OTHERS, flow_of, is_alone, shown_clusters
@@ -52,6 +52,18 @@ def run_payload(run: RunData, *, tsne: bool = True) -> Payload:
         "done": run.done,
         "left": _rounded(run.seconds_left, 1),
         "headline": run_headline(run),
+        "metrics": [
+            {
+                "key": metric.key,
+                "label": metric.label,
+                "about": metric.about,
+                "unit": metric.format.unit,
+                "better": metric.better,
+                "panel": metric.panel,
+                "shown": metric.shown,
+            }
+            for metric in METRICS.values()
+        ],
         "curves": {
             "round": run.rounds[rounds].tolist(),
             **{name: _numbers(values[rounds]) for name, values in run.curves.items() if np.isfinite(values).any()},
@@ -102,7 +114,7 @@ def compare_payload(runs: Sequence[RunData]) -> Payload:
     """The table of several runs."""
     rows = compare.rows_of(runs)
     tests = compare.compared_to_best(runs, rows)
-    columns = [c for c in compare.COLUMNS if any(row.mean(c.key) is not None for row in rows)]
+    columns = [c for c in compare.columns() if any(row.mean(c.key) is not None for row in rows)]
     best = {column.key: compare.best_of(rows, column) for column in columns}
 
     def cell(position: int, row: compare.Row, column: compare.Column) -> list[Any]:
@@ -148,20 +160,11 @@ def run_headline(run: RunData) -> list[list[Any]]:
     summary = run.summary or {}
     found: list[list[Any]] = []
 
-    def add(name: str, value: float | None, show: str, meaning: str) -> None:
-        if value is not None:
-            found.append([name, show.format(value), meaning])
-
-    accuracy = run.last("accuracy")
-    percent = "{:.2f} %"
-    add("accuracy", None if accuracy is None else 100 * accuracy, percent, "mean over clients, own test samples")
-    bottom = run.last("bottom5")
-    add("5 worst clients", None if bottom is None else 100 * bottom, percent, "mean accuracy of the five worst")
-    f1 = run.last("f1")
-    add("F1", None if f1 is None else 100 * f1, percent, "mean over clients, macro over their classes")
-    if accuracy is None:
-        add("loss", run.last("loss"), "{:.4f}", "mean over clients")
-    add("ARI", run.last("ari"), "{:.2f}", "agreement with the true groups: 1 exact, 0 chance")
+    for metric in metrics("headline"):
+        value = run.last(metric.key)
+        if value is None or (metric.key == "loss" and run.last("accuracy") is not None):
+            continue  # the loss is told where there is nothing better
+        found.append([metric.label, f"{metric.format.text(value)} {metric.format.unit}".strip(), metric.about])
     if run.sizes:
         filled = sum(size > 0 for size in run.sizes[-1])
         alone = is_alone(run.sizes)
@@ -184,7 +187,9 @@ def run_headline(run: RunData) -> list[list[Any]]:
             else "nothing"
         )
         found.append(["sent", told, "models and arrays, down and up, start included"])
-    add("seconds", compare.value_of(run, "seconds"), "{:.1f} s", "start, training, server, evaluation")
+    seconds = compare.value_of(run, "seconds")
+    if seconds is not None:
+        found.append(["seconds", f"{seconds:.1f} s", "start, training, server, evaluation"])
     failures = summary.get("failures", len(run.failures))
     if isinstance(failures, int) and failures:
         found.append(["failed answers", f"{failures:,}", "late, broken or refused"])
@@ -266,7 +271,9 @@ def _fairness(run: RunData) -> Payload | None:
     worst = scored[np.argsort(values, kind="stable")[:5]]
     square = float((values**2).sum())
     return {
-        **{k: _rounded(v, 5) for k, v in fairness(values, np.ones(len(values), dtype=np.int64)).items()},
+        "parts": [
+            [m.label, _rounded(m.value({"accuracy": values}), 5)] for m in metrics("summary") if m.line == "fairness"
+        ],
         "mean": _rounded(float(values.mean()), 5),
         "deviation": _rounded(float(values.std()), 5),
         # Jain, Chiu and Hawe (1984): 1 if all are alike, 1/n if one client has everything.

@@ -109,27 +109,34 @@ const Report = (() => {
   const duration = (s) => (s >= 5400 ? `${(s / 3600).toFixed(1)} h` : s >= 90 ? `${Math.round(s / 60)} min` : `${Math.round(s)} s`);
   const has = (run, name) => run.curves[name] && run.curves[name].some(known);
 
+  const beside = (run, panel) => run.metrics.filter((m) => m.panel === panel && has(run, m.key));
+  const formatOf = (m) => ({ "%": percent, MB: bytes, s: (v) => `${short(v)} s` })[m.unit] || short;
+  const floorOf = (m) => (m.unit || m.better === "low" ? 0 : undefined); // shares and costs are never negative, other scores may be
+
   // ---- accuracy, F1, loss ----
 
   function curves(home, run) {
     const x = run.curves.round, xMax = run.state === "finished" ? undefined : run.planned;
     const events = run.repairs.map((r) => ({ x: r.round, text: `repair: ${r.reason}` }));
-    const scored = (id, name, title, text, format, extra) => {
+    const scored = (id, name, title, text, format, main, floor) => {
       if (!has(run, name)) return;
-      const five = run.spread[name];
-      const series = [{ name: "mean over clients", colour: 0, values: run.curves[name], width: 2.2,
+      const five = run.spread[name], weighted = run.curves[`${name}_micro`];
+      const series = [{ name: main, colour: 0, values: run.curves[name], width: 2.2,
         band: five ? [five[0], five[4]] : null,
-        bands: five ? [[five[0], five[4], 0.14], [five[1], five[3], 0.2]] : null }, ...extra];
+        bands: five ? [[five[0], five[4], 0.14], [five[1], five[3], 0.2]] : null },
+      { name: "weighted by samples", colour: 5, values: weighted, dash: "5 3" },
+      ...beside(run, name).map((m, i) => ({ name: m.label, colour: 3 + i, values: run.curves[m.key], dash: "2 3" }))];
       panel(home, id, title, text + (five ? " Bands: the middle half and the middle eight tenths of the clients." : ""),
         (host) => lines(host, { title, x, xMax, series: series.filter((s) => s.values), format, xLabel: "round",
-          axisFormat: format === percent ? (v) => `${+(100 * v).toFixed(2)} %` : short, events: name === "accuracy" ? events : [], floor: 0, ceiling: format === percent ? 1 : undefined }),
-        { table: () => table({ columns: ["round", "mean", "weighted by samples", ...(five ? ["tenth", "quarter", "median", "three quarters", "nine tenths"] : [])].map((n) => ({ name: n, number: true, show: n === "round" ? undefined : format })),
-          rows: x.map((r, i) => [r, run.curves[name][i], (run.curves[`${name}_micro`] || [])[i], ...(five ? five.map((q) => q[i]) : [])]) }) });
+          axisFormat: format === percent ? (v) => `${+(100 * v).toFixed(2)} %` : short, events: name === "accuracy" ? events : [], floor, ceiling: format === percent ? 1 : undefined }),
+        { table: () => table({ columns: ["round", five ? "mean" : main, ...(weighted ? ["weighted by samples"] : []), ...(five ? ["tenth", "quarter", "median", "three quarters", "nine tenths"] : [])].map((n) => ({ name: n, number: true, show: n === "round" ? undefined : format })),
+          rows: x.map((r, i) => [r, run.curves[name][i], ...(weighted ? [weighted[i]] : []), ...(five ? five.map((q) => q[i]) : [])]) }) });
     };
-    scored("accuracy", "accuracy", "Accuracy by round", "Each client's own model on its own test samples." + (events.length ? " Marks above: repairs." : ""), percent,
-      [{ name: "weighted by samples", colour: 5, values: run.curves.accuracy_micro, dash: "5 3" }, { name: "5 worst clients", colour: 3, values: run.curves.bottom5, dash: "2 3" }]);
-    scored("f1", "f1", "F1 by round", "A client's F1 is the mean over the classes it holds.", percent, [{ name: "weighted by samples", colour: 5, values: run.curves.f1_micro, dash: "5 3" }]);
-    scored("loss", "loss", "Loss by round", "On the clients' test samples; lower is better.", short, [{ name: "weighted by samples", colour: 5, values: run.curves.loss_micro, dash: "5 3" }]);
+    scored("accuracy", "accuracy", "Accuracy by round", "Each client's own model on its own test samples." + (events.length ? " Marks above: repairs." : ""), percent, "mean over clients", 0);
+    scored("f1", "f1", "F1 by round", "A client's F1 is the mean over the classes it holds.", percent, "mean over clients", 0);
+    scored("loss", "loss", "Loss by round", "On the clients' test samples; lower is better.", short, "mean over clients", 0);
+    const more = run.metrics.filter((m) => !m.panel && m.shown.includes("curves") && !["accuracy", "f1", "loss", "churn"].includes(m.key));
+    for (const m of more) scored(`metric-${m.key}`, m.key, `${m.label} by round`, `${m.about}.`, formatOf(m), m.label, floorOf(m));
   }
 
   // ---- clusters ----
@@ -142,8 +149,8 @@ const Report = (() => {
         { table: () => plain(["round", ...run.sizes.clusters.map(clusterName)], x.map((r, i) => [r, ...run.sizes.values.map((v) => v[i])]), run.sizes.clusters.map(() => true).concat(true)) });
     }
     if (has(run, "churn") && run.sizes) {
-      const series = [["churn", "clients that changed cluster", 3], ["ari", "ARI", 0], ["nmi", "NMI", 2], ["purity", "purity", 4]]
-        .filter(([key]) => has(run, key)).map(([key, name, c], i) => ({ name, colour: c, values: run.curves[key], dash: i ? ["", "", "5 3", "2 3"][i] : "", width: i < 2 ? 2 : 1.5 }));
+      const series = [["churn", "clients that changed cluster"], ...beside(run, "churn").map((m) => [m.key, m.label])]
+        .map(([key, name], i) => ({ name, colour: [3, 0, 2, 4, 5, 6, 7][i % 7], values: run.curves[key], dash: ["", "", "5 3"][i] ?? "2 3", width: i < 2 ? 2 : 1.5 }));
       const caption = "Share of the clients that changed their cluster in a round" + (series.length > 1 ? "; and how well clusters agree with the true groups (1: exactly)." : ".");
       const title = series.length > 1 ? "Churn and agreement by round" : "Churn by round";
       panel(home, "churn", title, caption,
@@ -246,7 +253,7 @@ const Report = (() => {
         host.replaceChildren(
           table({ columns: [{ name: "client", wide: true }, { name: "accuracy", number: true, show: percent }, { name: "cluster", number: true }, ...(c.group ? [{ name: "true group" }] : []), { name: "samples", number: true }],
             rows: f.worst.map((i) => [c.name[i], c.accuracy[i], c.cluster ? (c.cluster[i] < 0 ? "not met" : c.cluster[i]) : null, ...(c.group ? [run.groups[c.group[i]]] : []), c.samples ? c.samples[i] : null]) }),
-          el("p", { class: "dim" }, `Mean ${percent(f.mean)}, standard deviation ${percent(f.deviation)}; mean of the 5 worst ${percent(f.bottom5)}, of the worst tenth ${percent(f.worst_decile)}; Jain's index ${f.jain.toFixed(4)} (1: all alike).`));
+          el("p", { class: "dim" }, `Mean ${percent(f.mean)}, standard deviation ${percent(f.deviation)}; ${f.parts.map(([label, value]) => `${label} ${percent(value)}`).join(", ")}; Jain's index ${f.jain.toFixed(4)} (1: all alike).`));
       });
     }
     if (run.labels) {
@@ -370,22 +377,20 @@ const Report = (() => {
 
   // ---- several runs ----
 
-  const METRICS = [["accuracy", "accuracy", percent], ["accuracy_micro", "accuracy, weighted", percent], ["bottom5", "5 worst clients", percent], ["f1", "F1", percent], ["loss", "loss", short], ["ari", "ARI", short], ["churn", "churn", short]];
-
   function comparison(home) {
     let head = home.querySelector("h2"), cards = home.querySelector(".cards");
     if (!head) { head = el("h2", {}, ""); cards = el("div", { class: "cards" }); home.append(head, cards); }
     head.textContent = `${data.runs.length} runs compared`;
-    const offered = METRICS.filter(([key]) => data.runs.some((run) => has(run, key)));
-    if (!offered.some(([key]) => key === choices.metric) && offered.length) choices.metric = offered[0][0];
+    const offered = data.runs[0].metrics.filter((m) => ["curves", "compare"].some((where) => m.shown.includes(where)) && data.runs.some((run) => has(run, m.key)));
+    if (!offered.some((m) => m.key === choices.metric) && offered.length) choices.metric = offered[0].key;
     panel(cards, "overlay", "Curves over each other", "One line for each row of the table: the mean over its seeds, with the standard deviation as a band. Names in the legend can be ticked off.", (host, item) => {
-      const [, name, format] = METRICS.find(([key]) => key === choices.metric);
-      const select = el("select", { "aria-label": "score", onchange: (event) => { choices.metric = event.target.value; repaint(item); } }, offered.map(([key, text]) => el("option", { value: key, selected: key === choices.metric }, text)));
+      const metric = data.runs[0].metrics.find((m) => m.key === choices.metric), name = metric.label, format = formatOf(metric);
+      const select = el("select", { "aria-label": "score", onchange: (event) => { choices.metric = event.target.value; repaint(item); } }, offered.map((m) => el("option", { value: m.key, selected: m.key === choices.metric }, m.label)));
       const against = el("select", { "aria-label": "against", onchange: (event) => { choices.against = event.target.value; repaint(item); } }, [["round", "by round"], ["bytes", "by bytes sent"], ["seconds", "by seconds"]].map(([key, text]) => el("option", { value: key, selected: key === choices.against }, text)));
       const each = el("label", {}, el("input", { type: "checkbox", checked: choices.each, onchange: (event) => { choices.each = event.target.checked; repaint(item); } }), " every run");
       item.controls.replaceChildren(select, against, each);
       const isBytes = choices.against === "bytes", isTime = choices.against === "seconds";
-      lines(host, { title: `${name} of ${data.runs.length} runs`, x: [], height: 320, series: overlay(choices.metric), format, nearest: true, floor: choices.metric === "ari" ? undefined : 0, ceiling: format === percent ? 1 : undefined,
+      lines(host, { title: `${name} of ${data.runs.length} runs`, x: [], height: 320, series: overlay(choices.metric), format, nearest: true, floor: floorOf(metric), ceiling: format === percent ? 1 : undefined,
         axisFormat: format === percent ? (v) => `${+(100 * v).toFixed(2)} %` : short, xLabel: isBytes ? "bytes sent" : isTime ? "seconds of rounds" : "round", xFormat: isBytes ? bytes : short, xMin: isBytes || isTime ? 0 : undefined });
     }, { wide: true });
     panel(cards, "table", "Table", "", (host) => { host.replaceChildren(paper()); }, { wide: true });
