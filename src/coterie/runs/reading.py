@@ -33,7 +33,6 @@ from coterie.runs.checks import (
     scores_of,
     whole_numbers,
 )
-from coterie.runs.files import Files, checked_object, read_config, read_rows
 from coterie.runs.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -179,17 +178,11 @@ def as_run(source: Any) -> RunData:
 
 def read_run(path: Path, within: Path | None = None, *, whole: bool = True) -> RunData:
     """Read a run folder. `within`: refuse links that lead out of it; not `whole`: leave what is for pictures."""
-    files = Files(path, within)
-    config = read_config(files)
-    rows = read_rows(files)
-    summary = checked_object(files.json("summary.json"), "summary.json", files)
-    if summary is not None and not isinstance(summary.get("rounds"), int):
-        raise RunError(f"{path / 'summary.json'} is damaged: it does not say how many rounds there were.")
-    environment = checked_object(files.json("environment.json"), "environment.json", files) or {}
-    if summary is not None:
-        state: State = "finished"
-    else:
-        state = "running" if RunFolder(path).is_held() else "stopped"
+    files = RunFolder(path, within)
+    config = {key: value for key, value in files.config().items() if isinstance(value, dict)}
+    rows, summary = files.rows(), files.summary()
+    environment = files.read_object("environment.json") or {}
+    state: State = "finished" if summary is not None else "running" if files.is_held() else "stopped"
     problems: list[str] = []
 
     def optional(name: str, read: Any) -> Any:
@@ -200,7 +193,7 @@ def read_run(path: Path, within: Path | None = None, *, whole: bool = True) -> R
             problems.append(str(error))
             return None
 
-    manifest = optional("artifacts/manifest.json", files.json)
+    manifest = optional("artifacts/manifest.json", files.read_json)
     parts = {
         "clients": optional("clients.npz", files.arrays) or {},
         "labels": optional("labels.npy", files.array),
@@ -208,9 +201,9 @@ def read_run(path: Path, within: Path | None = None, *, whole: bool = True) -> R
         "sketches": optional("artifacts/sketches.npz", files.arrays) or {},
         "members": optional("artifacts/members.npz", files.arrays) or {},
         "method": optional("artifacts/method.npz", files.arrays) or {},
-        "failures": optional("artifacts/failures.json", files.json),
-        "unseen": optional("artifacts/unseen.json", files.json),
-        "choice": optional("artifacts/choose-k.json", files.json),
+        "failures": optional("artifacts/failures.json", files.read_json),
+        "unseen": optional("artifacts/unseen.json", files.read_json),
+        "choice": optional("artifacts/choose-k.json", files.read_json),
     }
     return _assembled(
         path.resolve().name,
