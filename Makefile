@@ -71,7 +71,7 @@ $(PEERS)/.ready: pyproject.toml benchmarks/peers-constraints.txt
 	touch $@
 
 bench-peers: $(PEERS)/.ready  ## measure other simulators too: pfl-research, FedLab, Flower (their own environment)
-	$(PEERS)/bin/coterie bench
+	$(PEERS)/bin/python benchmarks/peers.py
 
 bench-check: $(READY)  ## fail if our engine is under 0.8 of its recorded ratio to the plain loop
 	$(BIN)/python benchmarks/check.py

@@ -26,7 +26,7 @@ def test_both_ways_train_the_same_models(name):
 
 def test_a_way_that_is_wrong_would_show():
     made = Bench(SMALL["mclr"], "cpu")
-    made._orders = lambda count: made.federation.train.sizes.new_tensor([range(10)] * count)  # other batches
+    made.orders = lambda count: made.federation.train.sizes.new_tensor([range(10)] * count)  # other batches
     made._plain = made._make_plain()
     assert made.difference() > 1e-3
 

@@ -138,6 +138,7 @@ def test_two_never_hold_one_folder(folder: RunFolder):
     other = RunFolder.open(folder.path)
     with pytest.raises(RunError, match="is in use by another process"):
         other.lock()
+    assert other.is_held()  # an attempt leaves who holds it readable
     folder.unlock()
     with other.held(), pytest.raises(RunError, match="in use"):
         folder.lock()
@@ -174,6 +175,16 @@ def test_a_folder_that_cannot_be_locked_is_one_sentence(folder: RunFolder):
     (folder.path / ".lock").mkdir()
     with pytest.raises(StorageError, match="cannot be written: Is a directory"):
         folder.lock()
+
+
+def test_a_lock_that_is_a_link_is_not_followed(folder: RunFolder, tmp_path: Path):
+    folder.unlock()
+    (tmp_path / "mine").write_text("text")
+    (folder.path / ".lock").unlink()
+    (folder.path / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(StorageError, match="cannot be written: Too many levels of symbolic links"):
+        folder.lock()
+    assert (tmp_path / "mine").read_text() == "text"
 
 
 # ---- rows ----
@@ -252,7 +263,7 @@ def test_a_refused_write_leaves_the_old_file(folder: RunFolder, monkeypatch: pyt
     with pytest.raises(StorageError, match=r"summary\.json of .* could not be written: No space left on device") as got:
         folder.write_json("summary.json", {"new": True})
     assert "there is no checkpoint yet" in str(got.value)
-    assert folder.summary() == {"old": True}
+    assert folder.read_json("summary.json") == {"old": True}
     assert not list(folder.path.rglob("*.tmp"))
 
 

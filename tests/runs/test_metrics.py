@@ -21,7 +21,6 @@ from coterie.runs.metrics import (
     contingency,
     measured,
     metrics,
-    normalized_mutual_information,
     of_clusters,
     of_scores,
     purity,
@@ -47,11 +46,8 @@ def arrays(pair):
 
 @given(partitions)
 @settings(max_examples=100, deadline=None)
-def test_agreement_is_scikit_learns(pair):
+def test_purity_is_of_scikit_learns_table(pair):
     labels, groups = arrays(pair)
-    assert adjusted_rand(labels, groups) == pytest.approx(sklearn.adjusted_rand_score(groups, labels), abs=1e-12)
-    nmi = sklearn.normalized_mutual_info_score(groups, labels)
-    assert normalized_mutual_information(labels, groups) == pytest.approx(nmi, abs=1e-9)
     table = sklearn.cluster.contingency_matrix(groups, labels)
     assert purity(labels, groups) == pytest.approx(table.max(0).sum() / table.sum(), abs=1e-12)
     np.testing.assert_array_equal(contingency(labels, groups), table.T)

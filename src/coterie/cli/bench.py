@@ -1,4 +1,4 @@
-"""`coterie bench`: how fast this machine is, against a plain loop and other simulators."""
+"""`coterie bench`: how fast this machine is, against a plain loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from coterie.cli import run as flags_of
@@ -30,17 +29,12 @@ def bench(
     ] = None,
     json_: flags_of.JsonFlag = False,
     quiet: flags_of.QuietFlag = False,
-    peers: Annotated[
-        str,
-        typer.Option(help="Simulators to measure as well: pfl-research,fedlab,flower; auto: those installed; none."),
-    ] = "auto",
 ) -> None:
     """Time of a client's step: our engine beside a plain loop at its best number of threads, in turn.
 
     Both train the same clients on the same batches, and their mean models are compared (`difference`, relative to how
-    far training moved them). Other simulators that are installed train the same round (`make bench-peers`).
+    far training moved them).
     """
-    from coterie.peers import PEERS, choose
     from coterie.runs.bench import Bench, machine, workloads
     from coterie.runs.experiment import apply_set
 
@@ -55,7 +49,6 @@ def bench(
     for name in workload or []:
         if name not in known:
             raise UnknownName("workload", name, known)
-    beside = choose(peers)
     rows = []
     for name in workload or known:
         if not quiet and not json_:
@@ -63,7 +56,7 @@ def bench(
         work = known[name]
         if number is not None:
             work = replace(work, clients=number, plain_clients=min(number, work.plain_clients))
-        rows.append(Bench(work, str(where), **settings).run(count, {peer: PEERS[peer]() for peer in beside}))
+        rows.append(Bench(work, str(where), **settings).run(count))
     told = machine(where)
     if json_:
         print(json.dumps({"machine": told, "rows": rows}))
@@ -91,30 +84,3 @@ def bench(
             row["workload"], str(row["clients"]), str(row["batch"]), *numbers, f"{row['difference']:.0e}", way
         )
     stdout().print(table)
-    if beside:
-        stdout().print(_others(rows))
-
-
-def _others(rows: list[dict[str, Any]]) -> Table:
-    """All simulators, a line each: ratios are to the plain loop, differences of the others to our mean model."""
-    table = Table(title="the same rounds by other simulators, microseconds of a client-step", title_justify="left")
-    for column in ("workload", "simulator", "wall", "CPU", "ratio", "CPU-time ratio", "difference", "remark"):
-        table.add_column(column, justify="left" if column in ("workload", "simulator", "remark") else "right")
-    for row in rows:
-        name, plain, plain_cpu = row["workload"], row["plain_us"], row["plain_cpu_us"]
-        threads = f"{row['plain_threads']} thread" + "s" * (row["plain_threads"] > 1)
-        table.add_row(name, "plain loop", f"{plain:.0f}", f"{plain_cpu:.0f}", "1.00x", "1.00x", "-", threads)
-        ours = (row["ours_us"], row["ours_cpu_us"], row["ratio"], plain_cpu / max(row["ours_cpu_us"], 1e-9))
-        table.add_row(name, "coterie", *_numbers(*ours), f"{row['difference']:.0e}", row["plan"]["plan"])
-        for peer in row["peers"]:
-            spent = plain_cpu / max(peer["cpu_us"], 1e-9) if peer["cpu_us"] is not None else None
-            numbers = _numbers(peer["us"], peer["cpu_us"], peer["ratio"], spent)
-            difference = "-" if peer["difference"] is None else f"{peer['difference']:.0e}"
-            told = peer["error"] or peer["remark"]
-            table.add_row(name, f"{peer['peer']} {peer['version']}".strip(), *numbers, difference, escape(told))
-    return table
-
-
-def _numbers(wall: float | None, cpu: float | None, ratio: float | None, spent: float | None) -> list[str]:
-    times = ["-" if value is None else f"{value:.0f}" for value in (wall, cpu)]
-    return times + ["-" if value is None else f"{value:.2f}x" for value in (ratio, spent)]

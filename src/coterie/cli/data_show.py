@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,9 +18,11 @@ from rich.table import Table
 from coterie.cli.output import stderr, stdout
 from coterie.cli.run import JsonFlag, QuietFlag, ScenarioFlag, SeedFlag, Text, parse_int
 from coterie.data.federation import Federation, Split
+from coterie.data.pictures import is_picture
 from coterie.errors import ConfigError
 from coterie.runs.experiment import Experiment, apply_set, merge, resolve
 from coterie.views import plots
+from coterie.views.report.page import shell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,7 +80,7 @@ def show(
 
 def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
     """What there is to know about a federation in numbers, as `--json` prints it."""
-    counts = plots.label_counts(federation)  # [N, L]
+    counts = federation.label_counts("train", "valid").numpy()  # [N, L]
     sizes = {name: federation.split(name).sizes for name in ("train", "valid", "test")}
     own = (sizes["train"] + sizes["valid"]).numpy()
     groups = None if federation.groups is None else federation.groups.tolist()
@@ -127,7 +129,7 @@ def _groups(federation: Federation, own: np.ndarray[Any, Any]) -> list[dict[str,
             "clients": int((member == group).sum()),
             "samples": int(own[member == group].sum()),
         }
-        for group, name in plots.group_names(federation).items()
+        for group, name in federation.group_names().items()
     ]
 
 
@@ -181,7 +183,7 @@ def write(folder: Path, found: Mapping[str, Any], federation: Federation) -> dic
     drawn = {}
     if federation.num_classes:
         drawn["labels"] = [_png(plots.label_bubbles(federation, dark=dark)) for dark in (False, True)]
-    if plots.is_pictures(federation):
+    if is_picture(federation.input_shape):
         drawn["samples"] = [_png(plots.group_samples(federation, dark=dark)) for dark in (False, True)]
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, str | None] = {"labels": None, "samples": None}
@@ -221,24 +223,6 @@ def _checked(assignments: list[str]) -> list[str]:
 
 # ---- the page ----
 
-_STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #222222; --dim: #666666; --line: #d8d8d8; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #17191c; --ink: #e4e4e4; --dim: #a0a4a8; --line: #44484d; }
-}
-body { margin: 0 auto; max-width: 72rem; padding: 1rem; background: var(--paper); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-p { color: var(--dim); max-width: 46rem; }
-table { border-collapse: collapse; }
-th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top;
-  overflow-wrap: anywhere; }
-th { font-weight: normal; color: var(--dim); overflow-wrap: normal; } td.number, th.number { text-align: right; }
-.wide { overflow-x: auto; } .wide img { display: block; width: 100%; min-width: 38rem; max-width: 72rem; height: auto; }
-.wide td, .wide th { overflow-wrap: normal; white-space: nowrap; }
-summary { cursor: pointer; }
-"""
-
 _CAPTIONS = {
     "labels": (
         "Who holds which classes",
@@ -254,50 +238,39 @@ _CAPTIONS = {
 
 def _page(found: Mapping[str, Any], drawn: Mapping[str, list[bytes]]) -> str:
     """Everything in one file that asks nothing of the network."""
-    title = escape(f"{found['dataset']}, {found['scenario']}")
-    parts = [f"<h1>{title}</h1>", _cells(_rows(found))]
+    title = f"{found['dataset']}, {found['scenario']}"
+    parts = [f"<main><h1>{escape(title)}</h1>", _cells(_rows(found))]
     for name, pictures in drawn.items():
         heading, caption = _CAPTIONS[name]
         light, dark = (f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in pictures)
         parts.append(
-            f'<h2>{heading}</h2><p>{caption}</p><div class="wide"><picture>'
+            f'<h2>{heading}</h2><p>{caption}</p><div class="scroll"><picture>'
             f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-            f'<img src="{light}" alt="{heading}: {title}"></picture></div>'
+            f'<img src="{light}" alt="{heading}: {escape(title)}"></picture></div>'
         )
     if found["groups"] is not None:
-        rows = ((group["name"], group["clients"], group["samples"]) for group in found["groups"])
-        parts.append("<h2>Groups</h2>" + _numbers(("group", "clients", "samples"), rows))
-    clients = (
-        (client["name"], client["train"], client["valid"], client["test"], *_held(client["labels"]))
+        groups = [(group["name"], group["clients"], group["samples"]) for group in found["groups"]]
+        parts += ["<h2>Groups</h2>", _cells(groups, ("group", "clients", "samples"))]
+    clients = [
+        (client["name"], client["train"], client["valid"], client["test"])
+        + (() if client["labels"] is None else (sum(count > 0 for count in client["labels"]),))
         for client in found["per_client"]
-    )
+    ]
     heads = ("client", "train", "valid", "test", *(("classes",) if found["classes"] else ()))
-    parts.append(
-        f"<h2>Clients</h2><details><summary>All {found['clients']:,}</summary>{_numbers(heads, clients)}</details>"
-    )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
+    parts.append(f"<h2>Clients</h2><details><summary>All {found['clients']:,}</summary>{_cells(clients, heads)}")
+    return shell(title, "\n".join([*parts, "</details></main>"]))
 
 
-def _held(labels: list[int] | None) -> tuple[int, ...]:
-    """How many classes a client holds at all."""
-    return () if labels is None else (sum(count > 0 for count in labels),)
+def _cells(rows: Sequence[tuple[Any, ...]], heads: Sequence[str] = ()) -> str:
+    """A table whose first column is a name; numbers stand to the right."""
 
+    def cell(value: Any, tag: str) -> str:
+        if isinstance(value, int):
+            return f'<td class="number">{value:,}</td>'
+        return f"<{tag}>{escape(value)}</{tag}>"
 
-def _cells(rows: Iterable[tuple[str, str]]) -> str:
-    body = "".join(f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in rows)
-    return f"<table>{body}</table>"
-
-
-def _numbers(heads: Iterable[str], rows: Iterable[tuple[Any, ...]]) -> str:
-    """A table whose first column is a name and whose others are numbers."""
-    first, *others = heads
-    head = f"<th>{first}</th>" + "".join(f'<th class="number">{name}</th>' for name in others)
-    body = "".join(
-        f"<tr><td>{escape(name)}</td>" + "".join(f'<td class="number">{value:,}</td>' for value in values) + "</tr>\n"
-        for name, *values in rows
-    )
-    return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>'
+    head = "".join(f"<th{' class=number' if i else ''}>{name}</th>" for i, name in enumerate(heads))
+    first = "td" if heads else "th"
+    lines = [cell(name, first) + "".join(cell(value, "td") for value in values) for name, *values in rows]
+    body = "".join(f"<tr>{line}</tr>\n" for line in lines)
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'

@@ -184,22 +184,24 @@ class Federation:
         total.update(repr(rest).encode())
         return total.hexdigest()
 
-    def label_counts(self, split: SplitName = "train") -> Tensor:
-        """Samples of each class at each client, as the client names them: int64 [N, L]."""
-        which = self.split(split)
-        seen = self.view_of(torch.arange(len(self)))
-        found = torch.zeros(len(self), max(1, self.num_classes), dtype=torch.int64)
-        for number in seen.unique().tolist():
-            clients = (seen == number).nonzero().flatten()
-            rows = torch.cat([which.rows(client) for client in clients.tolist()])
-            y = self.y[rows]
-            for transform in self.views[number]:
-                y = transform.labels(y)
-            place = torch.repeat_interleave(torch.arange(len(clients)), which.sizes[clients])
-            wide = found.shape[1]
-            counts = torch.bincount(place * wide + y.long(), minlength=len(clients) * wide)
-            found[clients] = counts.reshape(len(clients), wide)
+    def label_counts(self, *splits: SplitName) -> Tensor:
+        """Samples of each class at each client in these splits (train), as the client names them: int64 [N, L]."""
+        wide, everyone = self.num_classes, torch.arange(len(self))
+        found, seen = torch.zeros(len(self), wide, dtype=torch.int64), self.view_of(everyone)
+        for which in (self.split(name) for name in splits or ("train",) if wide):
+            for number in seen.unique().tolist():
+                clients = everyone[seen == number]
+                y = self.y[torch.cat([which.rows(client) for client in clients.tolist()])]
+                for transform in self.views[number]:
+                    y = transform.labels(y)
+                place = torch.repeat_interleave(torch.arange(len(clients)), which.sizes[clients])
+                counts = torch.bincount(place * wide + y.long(), minlength=len(clients) * wide)
+                found[clients] += counts.reshape(len(clients), wide)
         return found
+
+    def group_names(self) -> dict[int, str]:
+        """Each true group and what to call it; none where groups are not known."""
+        return {} if self.groups is None else name_groups(self.names, self.groups.tolist())
 
     def manifest(self) -> dict[str, object]:
         """Who holds how much of what, for the run folder."""
@@ -274,6 +276,21 @@ class Federation:
             keys=name_keys(names),
             groups=None if groups is None else torch.tensor([groups[n] for n in names]),
         ).validate()
+
+
+def name_groups(names: Sequence[str], groups: Sequence[int]) -> dict[int, str]:
+    """Each group of clients and what to call it: the stem its clients' names share, or its number.
+
+    >>> name_groups(["r000-000", "r000-001", "r090-000"], [0, 0, 3]), name_groups(["a", "b"], [0, 1])
+    ({0: 'r000', 3: 'r090'}, {0: 'group 0', 1: 'group 1'})
+    """
+    stems: dict[int, set[str]] = {group: set() for group in sorted(set(groups))}
+    for name, group in zip(names, groups, strict=True):
+        stems[group].add(name.rpartition("-")[0])
+    shared = {group: next(iter(found)) for group, found in stems.items() if len(found) == 1}
+    if len(shared) == len(stems) == len(set(shared.values())) and all(shared.values()):
+        return shared
+    return {group: f"group {group}" for group in stems}
 
 
 def cut(rows: Tensor, share: float) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import RunError
 from coterie.runs.files import first_line
-from coterie.runs.metrics import METRICS, QUANTILES, SCORES, quantiles
+from coterie.runs.metrics import METRICS, QUANTILES, SCORES
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -140,41 +140,24 @@ def client_names(manifest: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in found if str(name) not in held_out] if isinstance(found, list) else []
 
 
-def scores_of(clients: Mapping[str, NDArray[Any]], count: int) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """Scores of the last evaluation [N], and of all [E, N]; NaN for clients that were not scored."""
+def scores_of(clients: Mapping[str, NDArray[Any]], count: int) -> dict[str, Floats]:
+    """Scores of the last evaluation [N]; NaN for clients that were not scored."""
     samples = clients.get("samples")
     last: dict[str, Floats] = {}
-    every: dict[str, Floats] = {}
     for name in SCORES:
         values = clients.get(name)
         if not isinstance(values, np.ndarray) or values.ndim != 2 or values.shape[1] != count or not len(values):
             continue
         if not np.issubdtype(values.dtype, np.number):
             continue
-        scored = values.astype(np.float64)
+        scored = values[-1].astype(np.float64)
         if isinstance(samples, np.ndarray) and samples.shape == values.shape:
-            scored = np.where(samples > 0, scored, np.nan)
-        every[name] = np.where(np.isfinite(scored), scored, np.nan)
-        last[name] = every[name][-1]
-    return last, every
+            scored = np.where(samples[-1] > 0, scored, np.nan)
+        last[name] = np.where(np.isfinite(scored), scored, np.nan)
+    return last
 
 
-def fill_spread(
-    spread: dict[str, Floats], kind: str, values: Floats, clients: Mapping[str, NDArray[Any]], rounds: Ints
-) -> None:
-    """Runs of older versions have no spread in their rows: it comes from the clients' scores, where these are kept."""
-    when = clients.get("round")
-    if not is_flat(when) or when is None or len(when) != len(values):
-        return
-    place = {int(number): i for i, number in enumerate(rounds.tolist())}
-    for number, scores in zip(when.tolist(), values, strict=True):
-        i = place.get(int(number))
-        if i is None or np.isfinite(spread[kind][i]).any() or not np.isfinite(scores).any():
-            continue
-        spread[kind][i] = quantiles({"samples": np.isfinite(scores), kind: scores})[kind]
-
-
-def label_counts(manifest: Mapping[str, Any], names: list[str]) -> Ints | None:
+def held_counts(manifest: Mapping[str, Any], names: list[str]) -> Ints | None:
     """Training samples of each class at each client; clients that were held out are left out."""
     counts, everyone = manifest.get("label_counts"), manifest.get("clients")
     if not isinstance(counts, list) or not isinstance(everyone, list) or len(counts) != len(everyone):

@@ -66,7 +66,7 @@ def _train(
     chosen: dict[str, Any] = {}
     before: dict[str, Any] | None = None
     if folder is not None:
-        before = folder.read_json("environment.json")
+        before = folder.read_object("environment.json")
         if before is not None:
             if before["digest"] != digest:
                 raise RunError(f"The data of {folder.path} has changed since the run began; it cannot be resumed.")
@@ -80,7 +80,7 @@ def _train(
     told = Several([observer])
     trainer = Trainer(experiment.algorithm, engine, federation, schedule, folder, told, should_stop)
     if folder is not None:
-        choice = folder.read_json("artifacts/choose-k.json")
+        choice = folder.read_object("artifacts/choose-k.json")
         if choice is not None:
             engine.notes.append(f"--clusters auto chose K = {choice['recommended']}: {choice['reason']}")
         folder.write_json("environment.json", environment(engine, digest))
@@ -175,7 +175,7 @@ def open_run(path: str | Path) -> Result:
     experiment = resolve(tables).loaded()
     if experiment.device.startswith("cuda") and not torch.cuda.is_available():
         experiment = replace(experiment, device="cpu")
-    before = folder.read_json("environment.json")
+    before = folder.read_object("environment.json")
     if before is None or before["digest"] != experiment.federation().digest():
         raise RunError(f"The data of {path} has changed since the run was made; it cannot be opened.")
     checkpoint, problems = folder.load_checkpoint()

@@ -11,17 +11,13 @@ the one before it is used. Nothing is unpickled.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
 import os
 import shutil
 import socket
-import stat
 import time
-import tomllib
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +30,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.errors import CheckpointError, RunError, StorageError
+from coterie.runs.files import SCHEMA, Files
 
-SCHEMA = 1
 _KEPT = 2
 _SILENT = 600.0  # seconds without a word after which a run on another machine counts as stopped
 
@@ -49,11 +45,11 @@ class Checkpoint:
     plain: dict[str, Any]
 
 
-class RunFolder:
+class RunFolder(Files):
     """One run on disk. Only one process at a time may write into it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, within: Path | None = None) -> None:
+        super().__init__(path, within)
         self.is_new = False  # made by this process
         self._lock: IO[str] | None = None
 
@@ -96,21 +92,19 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """An existing run; a folder that is none, or from a newer version, is refused."""
         folder = cls(path)
-        if not (path / "config.toml").is_file():
-            raise RunError(f"{path} is not a run folder: it has no config.toml.")
-        found = folder.config().get("schema")
-        if not isinstance(found, int):
-            raise RunError(f"{path / 'config.toml'} is damaged: it does not say its schema.")
-        if found > SCHEMA:
-            raise RunError(
-                f"{path} has schema {found}, and this version of coterie reads up to {SCHEMA}; use a newer coterie."
-            )
+        folder.config()
         return folder
 
     def lock(self) -> None:
         """Hold the folder for writing until this process ends."""
         try:
-            handle = (self.path / ".lock").open("w")
+            import fcntl
+        except ImportError:
+            raise StorageError(
+                f"{self.path} cannot be locked: run folders are written on Linux and macOS only."
+            ) from None
+        try:  # not cut short before it is locked: it says who holds it
+            handle = os.fdopen(os.open(self.path / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
         except OSError as error:
             raise StorageError(f"{self.path} cannot be written: {_reason(error)}.") from error
         try:
@@ -120,6 +114,7 @@ class RunFolder:
             raise RunError(f"{self.path} is in use by another process.") from error
         # Who holds it, for those who only look: trying the lock could make a run fail that is just starting.
         with contextlib.suppress(OSError):
+            handle.truncate(0)
             handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "born": _born(os.getpid())}))
             handle.flush()
         self._lock = handle
@@ -127,12 +122,12 @@ class RunFolder:
     def is_held(self) -> bool:
         """Whether some process is at work in the folder; of one on another machine it is what its files suggest."""
         try:
-            holder = json.loads(_first_bytes(self.path / ".lock", 1000))
+            holder = self.read_json(".lock")
             host, pid, born = str(holder["host"]), int(holder["pid"]), holder["born"]
             if host == socket.gethostname():
                 return bool(born is not None and born == _born(pid))
             return time.time() - max(p.stat().st_mtime for p in self.path.iterdir()) < _SILENT
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RunError):
             return False
 
     def unlock(self) -> None:
@@ -149,48 +144,12 @@ class RunFolder:
             self.unlock()
             shutil.rmtree(self.path, ignore_errors=True)
 
-    # ---- reading ----
-
-    def config(self) -> dict[str, Any]:
-        """The resolved settings."""
-        try:
-            return tomllib.loads((self.path / "config.toml").read_text())
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise RunError(f"{self.path / 'config.toml'} is damaged: {error}.") from error
-
-    def read_json(self, name: str) -> Any:
-        """A JSON file of the run, None if it is not there."""
-        path = self.path / name
-        if not path.exists():
-            return None
-        try:
-            return json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise RunError(f"{path} is damaged: {error}.") from error
-
     def read_arrays(self, name: str) -> dict[str, NDArray[Any]]:
         """The arrays of an .npz file; none if it is not there or damaged."""
         try:
-            with (self.path / name).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                return {key: arrays[key] for key in arrays.files}
-        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+            return self.arrays(name) or {}
+        except RunError:
             return {}
-
-    def summary(self) -> dict[str, Any] | None:
-        """The result, None while there is none."""
-        found = self.read_json("summary.json")
-        return found if isinstance(found, dict) else None
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The rounds so far; a last line that is still being written is left out."""
-        path = self.path / "rounds.jsonl"
-        if not path.exists():
-            return []
-        complete = path.read_bytes().rpartition(b"\n")[0]
-        try:
-            return [json.loads(line) for line in complete.splitlines()]
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise RunError(f"{path} is damaged: {error}.") from error
 
     # ---- writing ----
 
@@ -339,15 +298,6 @@ class RunFolder:
 
 def _folder_name(round: int) -> str:
     return f"round-{round:06d}"
-
-
-def _first_bytes(path: Path, count: int) -> bytes:
-    """The beginning of a plain file; anything else of that name (a pipe, a device) is not waited for."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        return os.read(handle, count) if stat.S_ISREG(os.fstat(handle).st_mode) else b""
-    finally:
-        os.close(handle)
 
 
 def _born(pid: int) -> str | None:

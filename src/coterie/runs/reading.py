@@ -11,30 +11,29 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.data.federation import name_groups
 from coterie.errors import RunError
 from coterie.runs.checks import (
     client_names,
     columns_of,
-    fill_spread,
     finite,
+    held_counts,
     is_flat,
     is_table,
     is_whole,
-    label_counts,
     member_pictures,
     method_arrays,
     records,
     scores_of,
     whole_numbers,
 )
-from coterie.runs.files import Files, checked_object, read_config, read_rows
 from coterie.runs.folder import RunFolder
 from coterie.runs.metrics import METRICS
 
@@ -143,21 +142,8 @@ class RunData:
         return each * (self.planned - self.done)
 
     def group_names(self) -> list[str]:
-        """What to call the true groups 0 ... G-1 (in order of their numbers): a stem their clients share, or a number.
-
-        Clients r000-000, r000-001, r090-000 ... are of the groups r000 and r090.
-        """
-        if self.groups is None:
-            return []
-        numbers = np.unique(self.groups).tolist()
-        stems = {
-            number: {self.names[i].rpartition("-")[0] for i in np.flatnonzero(self.groups == number)}
-            for number in numbers
-        }
-        firsts = [next(iter(found)) for found in stems.values() if len(found) == 1]
-        if len(set(firsts)) == len(numbers) and all(firsts):
-            return firsts
-        return [f"group {number}" for number in numbers]
+        """What to call the true groups, in order of their numbers."""
+        return [] if self.groups is None else list(name_groups(self.names, self.groups.tolist()).values())
 
     def group_positions(self) -> Ints | None:
         """The true group of each client as a position in `group_names`, [N]."""
@@ -185,17 +171,11 @@ def as_run(source: Any) -> RunData:
 
 def read_run(path: Path, within: Path | None = None, *, whole: bool = True) -> RunData:
     """Read a run folder. `within`: refuse links that lead out of it; not `whole`: leave what is for pictures."""
-    files = Files(path, within)
-    config = read_config(files)
-    rows = read_rows(files)
-    summary = checked_object(files.json("summary.json"), "summary.json", files)
-    if summary is not None and not isinstance(summary.get("rounds"), int):
-        raise RunError(f"{path / 'summary.json'} is damaged: it does not say how many rounds there were.")
-    environment = checked_object(files.json("environment.json"), "environment.json", files) or {}
-    if summary is not None:
-        state: State = "finished"
-    else:
-        state = "running" if RunFolder(path).is_held() else "stopped"
+    files = RunFolder(path, within)
+    config = {key: value for key, value in files.config().items() if isinstance(value, dict)}
+    rows, summary = files.rows(), files.summary()
+    environment = files.read_object("environment.json") or {}
+    state: State = "finished" if summary is not None else "running" if files.is_held() else "stopped"
     problems: list[str] = []
 
     def optional(name: str, read: Any) -> Any:
@@ -206,7 +186,7 @@ def read_run(path: Path, within: Path | None = None, *, whole: bool = True) -> R
             problems.append(str(error))
             return None
 
-    manifest = optional("artifacts/manifest.json", files.json)
+    manifest = optional("artifacts/manifest.json", files.read_json)
     parts = {
         "clients": optional("clients.npz", files.arrays) or {},
         "labels": optional("labels.npy", files.array),
@@ -214,20 +194,14 @@ def read_run(path: Path, within: Path | None = None, *, whole: bool = True) -> R
         "sketches": optional("artifacts/sketches.npz", files.arrays) or {},
         "members": optional("artifacts/members.npz", files.arrays) or {},
         "method": optional("artifacts/method.npz", files.arrays) or {},
-        "failures": optional("artifacts/failures.json", files.json),
-        "unseen": optional("artifacts/unseen.json", files.json),
-        "choice": optional("artifacts/choose-k.json", files.json),
+        "failures": optional("artifacts/failures.json", files.read_json),
+        "unseen": optional("artifacts/unseen.json", files.read_json),
+        "choice": optional("artifacts/choose-k.json", files.read_json),
     }
     return _assembled(
-        path.resolve().name,
-        state,
-        path,
-        config,
-        environment,
-        summary,
+        RunData(path.resolve().name, state, path, config, environment, summary, problems=problems),
         rows,
         parts,
-        problems,
         f"{path / 'rounds.jsonl'}",
     )
 
@@ -242,7 +216,7 @@ def of_result(result: Result) -> RunData:
     parts = {key: {} if value is None else value for key, value in parts.items()}
     parts |= {"failures": record["failures"], "unseen": record["unseen"], "choice": None}
     name, summary = record["name"], result.summary
-    return _assembled(name, "finished", None, record["config"], {}, summary, rows, parts, [], name)
+    return _assembled(RunData(name, "finished", None, record["config"], {}, summary), rows, parts, name)
 
 
 def find_runs(root: Path) -> list[tuple[str, Path]]:
@@ -278,40 +252,22 @@ def is_run(path: Path) -> bool:
     return any((path / mark).exists() for mark in MARKS) or (path / "checkpoint").is_dir()
 
 
-def _assembled(
-    name: str,
-    state: State,
-    path: Path | None,
-    config: dict[str, dict[str, Any]],
-    environment: dict[str, Any],
-    summary: dict[str, Any] | None,
-    rows: list[Any],
-    parts: Mapping[str, Any],
-    problems: list[str],
-    where: str,
-) -> RunData:
+def _assembled(head: RunData, rows: list[Any], parts: Mapping[str, Any], where: str) -> RunData:
+    """The head of a run, with what its rows and arrays say."""
     rounds, curves, spread, sizes, repairs = columns_of(rows, where)
     clients, manifest, labels = parts["clients"], parts["manifest"], parts["labels"]
     names = [str(item) for item in clients["name"].tolist()] if is_flat(clients.get("name")) else client_names(manifest)
     count = len(names)
-    scores, evaluated = scores_of(clients, count)
-    for kind, values in evaluated.items():  # runs of older versions have no spread in their rows
-        fill_spread(spread, kind, values, clients, rounds)
     groups = whole_numbers(clients.get("group"), (count,))
     if not isinstance(labels, np.ndarray) or labels.ndim != 2 or labels.shape[1] != count or not is_whole(labels):
         if isinstance(labels, np.ndarray) and count:
-            problems.append(f"labels.npy has the shape {labels.shape}, and there are {count} clients.")
+            head.problems.append(f"labels.npy has the shape {labels.shape}, and there are {count} clients.")
         labels = None
     sketch, sketched = parts["sketches"].get("sketch"), parts["sketches"].get("round")
     if not (is_table(sketch, count) and is_flat(sketched) and len(sketched) == count):
         sketch = sketched = None
-    return RunData(
-        name=name,
-        state=state,
-        path=path,
-        config=config,
-        environment=environment,
-        summary=summary,
+    return replace(
+        head,
         rounds=rounds,
         curves=curves,
         spread=spread,
@@ -321,8 +277,8 @@ def _assembled(
         labels=None if labels is None else labels.astype(np.int64),
         groups=groups,
         samples=whole_numbers(clients.get("train_samples"), (count,)),
-        scores=scores,
-        counts=label_counts(manifest, names),
+        scores=scores_of(clients, count),
+        counts=held_counts(manifest, names),
         sketches=None if sketch is None else np.nan_to_num(sketch.astype(np.float64)),
         sketched=None if sketched is None else sketched.astype(np.int64),
         members=member_pictures(parts["members"], count),
@@ -330,5 +286,4 @@ def _assembled(
         failures=records(parts["failures"]),
         unseen=records(parts["unseen"]),
         choice=parts["choice"] if isinstance(parts["choice"], dict) else None,
-        problems=problems,
     )

@@ -21,6 +21,9 @@ from coterie.data.transforms import Rotate, SwapLabels
 from coterie.errors import DataError, MissingExtra
 from coterie.runs.experiment import merge, resolve
 from coterie.views import plots
+from coterie.views.plots.federation import MOST_BUBBLES
+from coterie.views.plots.style import OKABE_ITO
+from coterie.views.report.payload import narrowed
 from tests.helpers import ragged_federation
 
 
@@ -69,12 +72,12 @@ def test_labels_are_counted_as_the_clients_see_them():
         views=((), (SwapLabels(0, 2),), (Rotate(90.0),)),
         view=torch.tensor([0, 1, 2]),
     )
-    assert plots.label_counts(federation).tolist() == [[4, 1, 0], [3, 2, 0], [5, 5, 5]]
+    assert federation.label_counts("train", "valid").numpy().tolist() == [[4, 1, 0], [3, 2, 0], [5, 5, 5]]
 
 
 def test_counts_are_those_of_train_and_valid_together():
     federation = ragged_federation()
-    counts = plots.label_counts(federation)
+    counts = federation.label_counts("train", "valid").numpy()
     assert (federation.valid.sizes > 0).any()
     for client in range(len(federation)):
         y = torch.cat([federation.samples(client, "train")[1], federation.samples(client, "valid")[1]])
@@ -88,11 +91,11 @@ def test_the_label_skew_of_known_clients():
 
 
 def test_groups_are_called_by_the_stem_of_their_clients_or_by_number():
-    assert list(plots.group_names(rotated_digits()).values()) == ["r000", "r090", "r180", "r270"]
-    assert plots.group_names(made([[1], [1], [1]], [3, 0, 3])) == {0: "group 0", 3: "group 3"}
+    assert list(rotated_digits().group_names().values()) == ["r000", "r090", "r180", "r270"]
+    assert made([[1], [1], [1]], [3, 0, 3]).group_names() == {0: "group 0", 3: "group 3"}
     same = made([[1], [1]], [0, 1], ["client-0", "client-1"])
-    assert plots.group_names(same) == {0: "group 0", 1: "group 1"}
-    assert plots.group_names(made([[1]])) == {}
+    assert same.group_names() == {0: "group 0", 1: "group 1"}
+    assert made([[1]]).group_names() == {}
 
 
 # ---- bubbles ----
@@ -109,7 +112,7 @@ def test_a_bubble_for_each_class_that_a_client_holds_and_its_area_is_the_count()
 def test_bubbles_of_rotated_digits_match_their_counts():
     federation = rotated_digits()
     figure = plots.label_bubbles(federation)
-    marks, counts = bubbles(figure), plots.label_counts(federation)
+    marks, counts = bubbles(figure), federation.label_counts("train", "valid").numpy()
     at = np.asarray(marks.get_offsets()).astype(int)
     sizes = np.asarray(marks.get_sizes())
     assert len(at) == (counts > 0).sum()
@@ -125,7 +128,7 @@ def test_clients_stand_by_group_in_the_colour_of_the_group_with_lines_between():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["b", "d", "a", "c"]
     sizes = np.asarray(marks.get_sizes())
     assert 4 * sizes / sizes.max() == pytest.approx([2, 4, 1, 3])
-    first, second = plots.OKABE_ITO[:2]
+    first, second = OKABE_ITO[:2]
     assert [to_hex(rgba).upper() for rgba in marks.get_facecolors()] == [first, first, second, second]
     lines = [line for line in axes.lines if line.get_gid() == "separator"]
     assert [list(line.get_xdata()) for line in lines] == [[1.5, 1.5]]
@@ -165,7 +168,7 @@ def test_many_groups_and_many_classes_still_draw():
 
 
 def test_more_clients_than_bubbles_can_show_are_a_heat_map_of_shares():
-    most = plots.MOST_BUBBLES
+    most = MOST_BUBBLES
     counts = [[3, 1] if i % 2 else [0, 5] for i in range(most + 2)]
     assert bubbles(plots.label_bubbles(made(counts[:most])))
     figure = plots.label_bubbles(made(counts, [i % 2 for i in range(most + 2)]))
@@ -179,7 +182,7 @@ def test_more_clients_than_bubbles_can_show_are_a_heat_map_of_shares():
 
 def test_thousands_of_clients_are_averaged_into_the_pixels_there_are():
     shares = np.random.default_rng(0).random((3550, 4))
-    narrow = plots.federation._narrowed(shares, 1000)
+    narrow = narrowed(shares, 1000)[1]
     assert narrow.shape == (1000, 4)
     assert narrow[0] == pytest.approx(shares[:3].mean(0))
     assert narrow[-1] == pytest.approx(shares[999 * 3550 // 1000 :].mean(0))
@@ -208,7 +211,7 @@ def test_a_federation_of_the_size_of_femnist_is_counted_and_drawn_in_seconds():
     drawn(plots.label_bubbles(federation))
     drawn(plots.group_samples(federation))
     assert time.perf_counter() - start < 20
-    assert plots.label_counts(federation).sum() == samples
+    assert federation.label_counts("train", "valid").numpy().sum() == samples
 
 
 # ---- sample pictures ----
@@ -292,10 +295,9 @@ def test_what_cannot_be_drawn_is_refused_in_one_sentence():
     targets = Federation.from_clients({"a": (torch.randn(8, 3), torch.randn(8))}, name="prices")
     with pytest.raises(DataError, match="prices has no classes"):
         plots.label_bubbles(targets)
-    assert not plots.is_pictures(targets)
     with pytest.raises(DataError, match=r"Samples of prices are \(3,\): only pictures can be shown"):
         plots.group_samples(targets)
-    assert plots.label_counts(targets).shape == (1, 0)
+    assert targets.label_counts("train", "valid").numpy().shape == (1, 0)
 
 
 def test_pictures_with_targets_are_shown_in_one_column():

@@ -17,6 +17,7 @@ import coterie
 from coterie.errors import ConfigError, DataError, MissingExtra, UnknownName
 from coterie.runs.reading import read_run
 from coterie.views import plots
+from coterie.views.plots.style import OKABE_ITO
 from coterie.views.report.page import static
 from tests.views.report.made import make_run, row_of
 
@@ -79,7 +80,7 @@ def test_points_of_the_map_have_the_colour_of_their_group(path: Path):
     figure = plots.model_map(run, by="group")
     for number, points in enumerate(figure.axes[0].collections):
         assert len(points.get_offsets()) == 4
-        assert to_hex(points.get_facecolor()[0]) == plots.OKABE_ITO[number].lower()
+        assert to_hex(points.get_facecolor()[0]) == OKABE_ITO[number].lower()
     assert "g0" in texts(figure)
 
 
@@ -166,7 +167,7 @@ def palettes() -> dict[str, list[str]]:
     found = {f"page {number}": re.findall(r"--c\d: (#[0-9a-f]{6})", block) for number, block in enumerate(blocks)}
     assert len(found) == 3
     assert all(len(colours) == 8 for colours in found.values())
-    return found | {"pictures": list(plots.OKABE_ITO)}
+    return found | {"pictures": list(OKABE_ITO)}
 
 
 @pytest.mark.parametrize("blindness", ["none", "protan", "deutan"])

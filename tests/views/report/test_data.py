@@ -131,21 +131,6 @@ def test_before_the_first_round_there_is_little_and_nothing_breaks(tmp_path: Pat
     assert payload["flow"] is payload["map"] is payload["sizes"] is None
 
 
-def test_rows_of_older_versions_get_their_spread_from_the_clients(tmp_path: Path):
-    path = make_run(tmp_path, rounds=3)
-    rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
-    for row in rows:
-        del row["spread"]
-        row["bytes"] = {"down": 1, "up": 2}
-    (path / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = read_run(path)
-    assert np.isnan(run.spread["accuracy"][:2]).all()
-    assert (
-        run.spread["accuracy"][2].tolist() == np.quantile(run.scores["accuracy"], (0.1, 0.25, 0.5, 0.75, 0.9)).tolist()
-    )
-    assert np.isnan(run.curves["start_bytes"]).all()
-
-
 def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path):
     path = make_run(tmp_path, rounds=1)
     row = row_of(2, 0.5, [4, 4, 4], loss={"micro": float("nan"), "macro": float("inf")})

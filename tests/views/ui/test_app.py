@@ -33,7 +33,7 @@ def serving(root: Path, token: str | None = None) -> Iterator[tuple[str, int]]:
     """The real server on a free port of this machine."""
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_app(root, token), access_log=False, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(create_app(root, token), http="h11", ws="none", log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     while not server.started:

@@ -9,14 +9,10 @@ Matplotlib is the optional extra `report` and is imported when a picture is made
 
 from coterie.views.plots.clients import client_accuracy, held_labels, member_samples, pseudo_confusion, pseudo_samples
 from coterie.views.plots.federation import (
-    MOST_BUBBLES,
     classes_that_hold,
-    group_names,
     group_samples,
-    is_pictures,
     k_curves,
     label_bubbles,
-    label_counts,
 )
 from coterie.views.plots.run import (
     accuracy,
@@ -32,15 +28,12 @@ from coterie.views.plots.run import (
     seconds,
 )
 from coterie.views.plots.several import PICTURES, curves, picture_names, save_all
-from coterie.views.plots.style import DARK, LIGHT, OKABE_ITO, Theme, colour
+from coterie.views.plots.style import DARK, LIGHT
 
 __all__ = [
     "DARK",
     "LIGHT",
-    "MOST_BUBBLES",
-    "OKABE_ITO",
     "PICTURES",
-    "Theme",
     "accuracy",
     "accuracy_by_bytes",
     "bytes_sent",
@@ -48,18 +41,14 @@ __all__ = [
     "classes_that_hold",
     "client_accuracy",
     "cluster_sizes",
-    "colour",
     "confusion",
     "curves",
     "f1",
     "flow",
-    "group_names",
     "group_samples",
     "held_labels",
-    "is_pictures",
     "k_curves",
     "label_bubbles",
-    "label_counts",
     "loss",
     "member_samples",
     "model_map",

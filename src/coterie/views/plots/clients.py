@@ -19,7 +19,7 @@ from coterie.views.plots.common import (
     score_axis,
 )
 from coterie.views.plots.federation import MOST_BUBBLES, draw_bubbles, draw_heat_map
-from coterie.views.plots.style import Theme, ink_axes, panel, write_title
+from coterie.views.plots.style import Theme, draw_bar, ink_axes, panel, write_title
 from coterie.views.report.flow import is_alone
 
 if TYPE_CHECKING:
@@ -123,17 +123,11 @@ def _tiles(
 
 def _mark_rows(axes: Axes, clusters: Sequence[int], theme: Theme) -> None:
     """A strip in the colour of its cluster beside each row, and the cluster's name once."""
-    from matplotlib.patches import Rectangle
-
     width = axes.get_position().width * axes.figure.get_figure(root=True).get_size_inches()[0]
     rows = len(clusters)
     for row, number in enumerate(clusters):
-        box = (-0.09 / width, 1 - (row + 0.98) / rows)
-        axes.add_patch(
-            Rectangle(
-                box, 0.05 / width, 0.96 / rows, color=cluster_colour(number), transform=axes.transAxes, clip_on=False
-            )
-        )
+        box = (-0.09 / width, 1 - (row + 0.98) / rows, 0.05 / width, 0.96 / rows)
+        draw_bar(axes, box, cluster_colour(number), axes.transAxes)
         if row == 0 or clusters[row - 1] != number:
             size = sum(other == number for other in clusters)
             axes.text(

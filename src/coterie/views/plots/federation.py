@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from coterie.views.plots.style import (
     LIGHT,
     Theme,
     colour,
+    draw_bar,
     ink_axes,
     ink_legend,
     panel,
@@ -26,6 +27,7 @@ from coterie.views.plots.style import (
     ticks,
     write_title,
 )
+from coterie.views.report.payload import by_main_class, narrowed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,16 +48,6 @@ _FILL = 0.94  # of a cell: the diameter of the largest bubble
 # ---- what is counted ----
 
 
-def label_counts(federation: Federation) -> Counts:
-    """Samples of each class at each client that it learns from, its validation share included: int64 [N, L].
-
-    Labels are as the client sees them.
-    """
-    if not federation.num_classes:
-        return np.zeros((len(federation), 0), dtype=np.int64)
-    return (federation.label_counts("train") + federation.label_counts("valid")).numpy()
-
-
 def classes_that_hold(counts: Counts, percent: int = 80) -> NDArray[np.int64]:
     """For each client, the fewest classes that hold this percentage of its samples: int64 [N].
 
@@ -66,23 +58,6 @@ def classes_that_hold(counts: Counts, percent: int = 80) -> NDArray[np.int64]:
     wanted = percent * counts.sum(axis=1, keepdims=True)
     fewest: NDArray[np.int64] = (100 * held < wanted).sum(axis=1) + 1
     return np.where(wanted[:, 0] > 0, fewest, 0)
-
-
-def group_names(federation: Federation) -> dict[int, str]:
-    """Each true group and what to call it: the stem its clients' names share, or its number.
-
-    Clients r000-000, r000-001, r090-000 ... are of the groups r000 and r090.
-    """
-    if federation.groups is None:
-        return {}
-    groups = federation.groups.tolist()
-    stems: dict[int, set[str]] = {group: set() for group in sorted(set(groups))}
-    for name, group in zip(federation.names, groups, strict=True):
-        stems[group].add(name.rpartition("-")[0])
-    shared = {group: next(iter(found)) for group, found in stems.items() if len(found) == 1}
-    if len(shared) == len(stems) == len(set(shared.values())) and all(shared.values()):
-        return shared
-    return {group: f"group {group}" for group in stems}
 
 
 def _rows_of(split: Split, shards: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
@@ -111,7 +86,7 @@ def label_bubbles(federation: Federation, *, dark: bool = False) -> Figure:
     """
     if not federation.num_classes:
         raise DataError(f"{federation.name} has no classes, only targets: there are no labels to draw.")
-    counts, names = label_counts(federation), group_names(federation)
+    counts, names = federation.label_counts("train", "valid").numpy(), federation.group_names()
     member = np.zeros(len(counts), dtype=np.int64) if federation.groups is None else federation.groups.numpy()
     groups = np.searchsorted(sorted(names) or [0], member)  # [N] positions in `titles`
     titles = [names[group] for group in sorted(names)]
@@ -195,17 +170,15 @@ def _roomy(diameters: NDArray[np.float64]) -> float:
 
 def draw_heat_map(counts: Counts, groups: NDArray[np.int64], titles: Sequence[str], theme: Theme) -> Figure:
     """The share of each class at each client, narrowed to as many columns as there are pixels."""
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    # Within a group by the class a client has most of: unordered, thousands of columns would be noise.
-    order = np.lexsort((-shares.max(axis=1), shares.argmax(axis=1), groups))
-    shares, groups = shares[order], groups[order]
+    order, shares = by_main_class(counts, groups)
+    groups = groups[order]
     clients, classes = shares.shape
     room, tall = 10.0, float(np.clip(0.3 * classes, 2.4, 7.0))
     figure, axes = panel(room, tall, (0.7, 1.25, _above(titles), 0.6), theme)
     # A few clients with a single class would leave all others pale.
     top = max(float(np.quantile(shares[shares > 0], 0.98)) if shares.any() else 1.0, 1.0 / classes)
     image = axes.imshow(
-        _narrowed(shares, _MOST_SLICES).T,
+        narrowed(shares, _MOST_SLICES)[1].T,
         extent=(-0.5, clients - 0.5, -0.5, classes - 0.5),
         aspect="auto",
         origin="lower",
@@ -232,16 +205,6 @@ def draw_heat_map(counts: Counts, groups: NDArray[np.int64], titles: Sequence[st
     return figure
 
 
-def _narrowed(shares: NDArray[np.float64], most: int) -> NDArray[np.float64]:
-    """At most this many rows: neighbours are averaged, so that none is lost between two pixels."""
-    if len(shares) <= most:
-        return shares
-    starts = np.arange(most) * len(shares) // most
-    sizes = np.diff([*starts, len(shares)])
-    narrowed: NDArray[np.float64] = np.add.reduceat(shares, starts, axis=0) / sizes[:, None]
-    return narrowed
-
-
 def _above(titles: Sequence[str]) -> float:
     """Inches above the panel: the title, and the names of the groups where there are any."""
     return 0.8 if titles else 0.5
@@ -261,7 +224,8 @@ def _mark_groups(axes: Axes, groups: NDArray[np.int64], titles: Sequence[str], r
         start, stop = int(edges[position]), int(edges[position + 1])
         if position:
             axes.axvline(start - 0.5, color=theme.ink, linewidth=0.8, gid="separator")
-        axes.add_patch(_band(start - 0.5, stop - start, 1 + 0.04 / reach, 0.09 / reach, colour(position), axes))
+        box = (start - 0.5, 1 + 0.04 / reach, stop - start, 0.09 / reach)
+        draw_bar(axes, box, colour(position), axes.get_xaxis_transform())  # x in clients, y in heights of the panel
         if flat or steep:
             axes.annotate(
                 title if len(title) <= 24 else f"{title[:23]}…",
@@ -278,19 +242,7 @@ def _mark_groups(axes: Axes, groups: NDArray[np.int64], titles: Sequence[str], r
             )
 
 
-def _band(left: float, width: float, bottom: float, height: float, fill: str, axes: Axes) -> Any:
-    from matplotlib.patches import Rectangle
-
-    across = axes.get_xaxis_transform()  # x in clients, y in heights of the panel
-    return Rectangle((left, bottom), width, height, color=fill, linewidth=0, transform=across, clip_on=False)
-
-
 # ---- sample pictures ----
-
-
-def is_pictures(federation: Federation) -> bool:
-    """Whether a sample can be shown as a picture: [1 or 3, H, W]."""
-    return is_picture(federation.input_shape)
 
 
 def group_samples(federation: Federation, *, dark: bool = False) -> Figure:
@@ -299,7 +251,7 @@ def group_samples(federation: Federation, *, dark: bool = False) -> Figure:
     Without true groups the rows are some of the clients. Of many groups or classes some are shown,
     spread evenly; with few classes there are several pictures of each.
     """
-    if not is_pictures(federation):
+    if not is_picture(federation.input_shape):
         raise DataError(f"Samples of {federation.name} are {federation.input_shape}: only pictures can be shown.")
     theme = DARK if dark else LIGHT
     rows = _picture_rows(federation)
@@ -337,7 +289,7 @@ def group_samples(federation: Federation, *, dark: bool = False) -> Figure:
             title.set_fontweight("bold")
             bottom = 1 - (row + 0.96) / len(rows)
             strip = (-0.07 / (size * columns), bottom, 0.045 / (size * columns), 0.92 / len(rows))
-            axes.add_patch(_strip(strip, colour(_group_position(federation, rows[row][1])), axes))
+            draw_bar(axes, strip, colour(_group_position(federation, rows[row][1])), axes.transAxes)
         axes.tick_params(axis="y", pad=10)
     shown = "" if len(classes) >= federation.num_classes else f" ({len(classes)} of {federation.num_classes} classes)"
     who = "group" if federation.groups is not None else "client"
@@ -349,7 +301,7 @@ def _picture_rows(federation: Federation) -> list[tuple[str, NDArray[np.int64]]]
     """What each row is called, and the clients its pictures come from."""
     if federation.groups is None:
         return [(federation.names[i], np.array([i])) for i in spread_evenly(len(federation), 6)]
-    names, groups = group_names(federation), federation.groups.numpy()
+    names, groups = federation.group_names(), federation.groups.numpy()
     some = [sorted(names)[i] for i in spread_evenly(len(names), _MOST_ROWS)]
     return [(names[group], np.flatnonzero(groups == group)) for group in some]
 
@@ -403,13 +355,6 @@ def _mosaic(
 
 def _gap(extent: int) -> int:
     return max(1, round(extent / 12))
-
-
-def _strip(box: tuple[float, float, float, float], fill: str, axes: Axes) -> Any:
-    from matplotlib.patches import Rectangle
-
-    left, bottom, width, height = box
-    return Rectangle((left, bottom), width, height, color=fill, linewidth=0, transform=axes.transAxes, clip_on=False)
 
 
 # ---- choice of K ----

@@ -17,7 +17,6 @@ from coterie.errors import DataError, UnknownName
 from coterie.runs.reading import RunData
 from coterie.views.plots.common import (
     MARKERS,
-    Floats,
     cluster_colour,
     cluster_name,
     draw_line,
@@ -32,7 +31,7 @@ from coterie.views.plots.common import (
     scores,
 )
 from coterie.views.plots.style import OKABE_ITO, Theme, colour, ink_axes, panel, write_title
-from coterie.views.report.flow import OTHERS, flow_of, shown_clusters
+from coterie.views.report.flow import confusion_of, flow_of_run, sizes_of
 from coterie.views.report.map import mapped_clients, neighbours, principal
 
 if TYPE_CHECKING:
@@ -45,36 +44,21 @@ if TYPE_CHECKING:
 
 def accuracy(run: Any, *, dark: bool = False) -> Figure:
     """Accuracy by round: mean, the five worst, and the spread over clients."""
-    data, theme = of_run(run, dark)
-    figure, axes = _score(data, "accuracy", theme)
-    for place, metric in enumerate(drawn_in("accuracy")):
-        if np.isfinite(data.curves[metric.key]).any():
-            draw_line(axes, data.rounds, data.curves[metric.key], colour(3 + place), metric.label, linestyle=":")
-    for repair in data.repairs:
-        axes.plot(
-            [repair["round"]], [1.01], marker="v", color=colour(3), transform=axes.get_xaxis_transform(), clip_on=False
-        )
-    put_legend(axes, theme)
-    return figure
+    return _score(run, "accuracy", dark)
 
 
 def f1(run: Any, *, dark: bool = False) -> Figure:
     """F1 by round with the spread over clients."""
-    data, theme = of_run(run, dark)
-    figure, axes = _score(data, "f1", theme)
-    put_legend(axes, theme)
-    return figure
+    return _score(run, "f1", dark)
 
 
 def loss(run: Any, *, dark: bool = False) -> Figure:
     """Loss by round with the spread over clients."""
+    return _score(run, "loss", dark)
+
+
+def _score(run: Any, name: str, dark: bool) -> Figure:
     data, theme = of_run(run, dark)
-    figure, axes = _score(data, "loss", theme)
-    put_legend(axes, theme)
-    return figure
-
-
-def _score(data: RunData, name: str, theme: Theme) -> tuple[Figure, Axes]:
     values = data.curves.get(name)
     if values is None or not np.isfinite(values).any():
         raise DataError(f"{data.name} has no {scores()[name]} yet.")
@@ -89,7 +73,14 @@ def _score(data: RunData, name: str, theme: Theme) -> tuple[Figure, Axes]:
     draw_line(axes, data.rounds, values, colour(0), "mean over clients", linewidth=1.8)
     score_axis(axes, name)
     round_axis(axes)
-    return figure, axes
+    for place, metric in enumerate(drawn_in(name)):
+        if np.isfinite(data.curves[metric.key]).any():
+            draw_line(axes, data.rounds, data.curves[metric.key], colour(3 + place), metric.label, linestyle=":")
+    above: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+    for repair in data.repairs if name == "accuracy" else []:
+        axes.plot([repair["round"]], [1.01], marker="v", color=colour(3), **above)
+    put_legend(axes, theme)
+    return figure
 
 
 # ---- clusters ----
@@ -101,22 +92,11 @@ def cluster_sizes(run: Any, *, dark: bool = False) -> Figure:
     refuse_lone(data)
     if not data.sizes:
         raise DataError(f"{data.name} has no rounds yet.")
-    shown = shown_clusters(data.sizes)
-    table = np.zeros((len(data.sizes), max(len(row) for row in data.sizes)))
-    for i, row in enumerate(data.sizes):
-        table[i, : len(row)] = row
-    rest = [k for k in range(table.shape[1]) if k not in shown]
-    columns = [*(table[:, k] for k in shown), *([table[:, rest].sum(1)] if rest else [])]
-    names = [*shown, *([OTHERS] if rest else [])]
+    clusters, table = sizes_of(data)
     figure, axes = frame(f"{data.title}: cluster sizes by round", theme, right=1.3)
-    x = data.rounds if len(data.rounds) > 1 else np.array([data.rounds[0] - 0.5, data.rounds[0] + 0.5])
-    stacks = columns if len(data.rounds) > 1 else [np.repeat(column, 2) for column in columns]
-    axes.stackplot(
-        x, stacks, colors=[cluster_colour(k) for k in names], labels=[cluster_name(k) for k in names], alpha=0.9
-    )
+    parts = [(values, cluster_name(k), cluster_colour(k)) for k, values in zip(clusters, table.T, strict=True)]
+    _stack(axes, data, parts, alpha=0.9)
     axes.set_ylabel("clients")
-    axes.set_xlim(x[0], x[-1])
-    round_axis(axes)
     put_legend(axes, theme, beside=True, reverse=True)
     return figure
 
@@ -143,13 +123,12 @@ def flow(run: Any, *, dark: bool = False) -> Figure:
     """Who moved where: clients between clusters, from round to round (alluvial)."""
     data, theme = of_run(run, dark)
     refuse_lone(data)
-    if data.labels is None or len(data.labels) < 2:
+    found = flow_of_run(data)
+    if found is None:
         raise DataError(f"{data.name} has no labels of two rounds yet.")
-    found = flow_of(data.labels, shown_clusters([np.bincount(row[row >= 0]).tolist() for row in data.labels]))
     figure, axes = frame(f"{data.title}: who moved where", theme, width=8.0, height=3.4, right=1.3)
     names = sorted({k for column in found.nodes for k, _ in column}, key=lambda k: (k < 0, abs(k)))
-    clients = data.labels.shape[1]
-    gap, wide = 0.025 * clients, 0.09
+    gap, wide = 0.025 * sum(size for _, size in found.nodes[0]), 0.09
     tops: list[dict[int, float]] = []
     for column in found.nodes:
         sizes, place, total = dict(column), {}, 0.0
@@ -253,27 +232,15 @@ def confusion(run: Any, *, dark: bool = False) -> Figure:
     """Clients of each true group in each cluster."""
     data, theme = of_run(run, dark)
     refuse_lone(data)
-    clusters, groups = data.clusters, data.group_positions()
-    if clusters is None or groups is None or not (clusters >= 0).any():
-        raise DataError(f"{data.name} has no true groups." if groups is None else f"{data.name} has no clusters yet.")
-    met = clusters >= 0
-    numbers, rows = np.unique(clusters[met], return_inverse=True)
-    table = np.zeros((len(numbers), len(data.group_names())))
-    np.add.at(table, (rows, groups[met]), 1)
-    return _shades(
-        table,
-        [cluster_name(k) for k in numbers.tolist()],
-        data.group_names(),
-        f"{data.title}: clusters and true groups",
-        "true group",
-        "{:.0f}",
-        theme,
-    )
+    found = confusion_of(data)
+    if found is None:
+        missing = "true groups" if data.groups is None else "clusters yet"
+        raise DataError(f"{data.name} has no {missing}.")
+    names = [cluster_name(k) for k in found[0]]
+    return _shades(found[1], names, data.group_names(), f"{data.title}: clusters and true groups", theme)
 
 
-def _shades(
-    table: Floats, rows: Sequence[str], columns: Sequence[str], title: str, xlabel: str, show: str, theme: Theme
-) -> Figure:
+def _shades(table: NDArray[Any], rows: Sequence[str], columns: Sequence[str], title: str, theme: Theme) -> Figure:
     wide, high = table.shape[1], table.shape[0]
     figure, axes = panel(
         float(np.clip(0.75 * wide, 2.6, 8)), float(np.clip(0.42 * high, 1.2, 8)), (1.1, 1.2, 0.6, 0.6), theme
@@ -282,19 +249,13 @@ def _shades(
     image = axes.imshow(table, cmap=theme.shades, vmin=0, aspect="auto", gid="table")
     axes.set_xticks(spread_evenly(wide, 14), [columns[i][:12] for i in spread_evenly(wide, 14)], parse_math=False)
     axes.set_yticks(spread_evenly(high, 20), [rows[i][:14] for i in spread_evenly(high, 20)], parse_math=False)
-    axes.set_xlabel(xlabel)
-    if wide * high <= 160:
-        _write_numbers(axes, image, table, show)
-    return figure
-
-
-def _write_numbers(axes: Axes, image: Any, table: Floats, show: str) -> None:
+    axes.set_xlabel("true group")
     for (row, column), value in np.ndenumerate(table):
-        if value > 0:
+        if value > 0 and wide * high <= 160:
             red, green, blue, _ = image.cmap(image.norm(value))
-            is_light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
-            ink = "#222222" if is_light else "#ffffff"
-            axes.text(column, row, show.format(value), ha="center", va="center", fontsize=8, color=ink)
+            ink = "#222222" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff"
+            axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8, color=ink)
+    return figure
 
 
 # ---- costs ----
@@ -304,12 +265,12 @@ def bytes_sent(run: Any, *, dark: bool = False) -> Figure:
     """Bytes sent so far by round, both ways, with the start and repairs."""
     data, theme = of_run(run, dark)
     parts = [
-        ("down", "to the clients", 0),
-        ("up", "from the clients", 1),
-        ("start_bytes", "start", 2),
-        ("repair_bytes", "repairs", 3),
+        ("down", "to the clients", colour(0)),
+        ("up", "from the clients", colour(1)),
+        ("start_bytes", "start", colour(2)),
+        ("repair_bytes", "repairs", colour(3)),
     ]
-    told = [(np.nan_to_num(data.curves[key]) / 1e6, name, place) for key, name, place in parts if data.curves]
+    told = [(np.nan_to_num(data.curves[key]) / 1e6, name, fill) for key, name, fill in parts if data.curves]
     told = [part for part in told if part[0].any()]
     if not told:
         raise DataError(f"{data.name} has sent nothing yet.")
@@ -327,18 +288,20 @@ def seconds(run: Any, *, dark: bool = False) -> Figure:
         raise DataError(f"{data.name} has no rounds yet.")
     figure, axes = frame(f"{data.title}: seconds by round", theme)
     parts = [("train", "clients", 0), ("server", "server", 1), ("evaluate", "evaluation", 2)]
-    _stack(axes, data, [(np.nan_to_num(data.curves[f"{key}_seconds"]), name, place) for key, name, place in parts])
+    spent = [(np.nan_to_num(data.curves[f"{key}_seconds"]), name, colour(place)) for key, name, place in parts]
+    _stack(axes, data, spent)
     axes.set_ylabel("seconds")
     put_legend(axes, theme)
     return figure
 
 
-def _stack(axes: Axes, data: RunData, parts: Sequence[tuple[Floats, str, int]]) -> None:
+def _stack(axes: Axes, data: RunData, parts: Sequence[tuple[NDArray[Any], str, str]], **more: Any) -> None:
+    """Values by round [T] one above the other: values, name, colour."""
     x: NDArray[Any] = data.rounds
-    columns = [values for values, _, _ in parts]
+    columns, names, fills = zip(*parts, strict=True)
     if len(x) == 1:
-        x, columns = np.array([x[0] - 0.5, x[0] + 0.5]), [np.repeat(values, 2) for values in columns]
-    axes.stackplot(x, columns, colors=[colour(place) for _, _, place in parts], labels=[name for _, name, _ in parts])
+        x, columns = np.array([x[0] - 0.5, x[0] + 0.5]), tuple(np.repeat(values, 2) for values in columns)
+    axes.stackplot(x, columns, colors=fills, labels=names, **more)
     axes.set_xlim(x[0], x[-1])
     round_axis(axes)
 

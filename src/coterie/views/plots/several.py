@@ -12,7 +12,7 @@ import numpy as np
 
 from coterie.errors import ConfigError, DataError, StorageError, UnknownName
 from coterie.runs.reading import RunData, as_run
-from coterie.views.plots.clients import client_accuracy, held_labels, member_samples, pseudo_confusion, pseudo_samples
+from coterie.views.plots import clients, run
 from coterie.views.plots.common import (
     draw_line,
     frame,
@@ -21,19 +21,6 @@ from coterie.views.plots.common import (
     round_axis,
     score_axis,
     scores,
-)
-from coterie.views.plots.run import (
-    accuracy,
-    accuracy_by_bytes,
-    bytes_sent,
-    churn,
-    cluster_sizes,
-    confusion,
-    f1,
-    flow,
-    loss,
-    model_map,
-    seconds,
 )
 from coterie.views.plots.style import DARK, LIGHT, colour
 from coterie.views.report import compare
@@ -52,7 +39,7 @@ def curves(
         raise UnknownName("score of a run", score, scores())
     if against not in ("round", "bytes"):
         raise UnknownName("axis of curves", against, ("round", "bytes"))
-    data, theme = [as_run(run) for run in runs], DARK if dark else LIGHT
+    data, theme = [as_run(one) for one in runs], DARK if dark else LIGHT
     if not data:
         raise ConfigError("curves needs at least one run.")
     rows = compare.rows_of(data)
@@ -64,10 +51,10 @@ def curves(
         if not members:
             continue
         drawn = True
-        common = set.intersection(*(set(run.rounds[np.isfinite(run.curves[score])].tolist()) for run in members))
-        where = [np.isin(run.rounds, sorted(common)) for run in members]
-        values = np.stack([run.curves[score][mask] for run, mask in zip(members, where, strict=True)])
-        sent = [megabytes_sent(run)[mask] for run, mask in zip(members, where, strict=True)]
+        common = set.intersection(*(set(one.rounds[np.isfinite(one.curves[score])].tolist()) for one in members))
+        where = [np.isin(one.rounds, sorted(common)) for one in members]
+        values = np.stack([one.curves[score][mask] for one, mask in zip(members, where, strict=True)])
+        sent = [megabytes_sent(one)[mask] for one, mask in zip(members, where, strict=True)]
         x = np.mean(sent, axis=0) if against == "bytes" else np.array(sorted(common), dtype=np.float64)
         name = f"{row.label} on {row.dataset}" if several else row.label
         style: Any = _DASHES[place % len(_DASHES)]  # two that lie over each other are both seen
@@ -89,38 +76,27 @@ def curves(
 # ---- all of them, as files ----
 
 
-def _map_by_group(run: Any, *, dark: bool = False) -> Figure:
-    return model_map(run, by="group", dark=dark)
-
-
-def _tsne(run: Any, *, dark: bool = False) -> Figure:
-    return model_map(run, method="tsne", dark=dark)
-
-
-def _tsne_by_group(run: Any, *, dark: bool = False) -> Figure:
-    return model_map(run, by="group", method="tsne", dark=dark)
-
-
+_MAP = run.model_map
 PICTURES: Mapping[str, Callable[..., Any]] = {
-    "accuracy": accuracy,
-    "f1": f1,
-    "loss": loss,
-    "cluster-sizes": cluster_sizes,
-    "churn": churn,
-    "flow": flow,
-    "map": model_map,
-    "map-by-group": _map_by_group,
-    "map-tsne": _tsne,
-    "map-tsne-by-group": _tsne_by_group,
-    "confusion": confusion,
-    "client-accuracy": client_accuracy,
-    "labels": held_labels,
-    "member-samples": member_samples,
-    "pseudo-samples": pseudo_samples,
-    "pseudo-confusion": pseudo_confusion,
-    "bytes": bytes_sent,
-    "accuracy-by-bytes": accuracy_by_bytes,
-    "seconds": seconds,
+    "accuracy": run.accuracy,
+    "f1": run.f1,
+    "loss": run.loss,
+    "cluster-sizes": run.cluster_sizes,
+    "churn": run.churn,
+    "flow": run.flow,
+    "map": _MAP,
+    "map-by-group": functools.partial(_MAP, by="group"),
+    "map-tsne": functools.partial(_MAP, method="tsne"),
+    "map-tsne-by-group": functools.partial(_MAP, by="group", method="tsne"),
+    "confusion": run.confusion,
+    "client-accuracy": clients.client_accuracy,
+    "labels": clients.held_labels,
+    "member-samples": clients.member_samples,
+    "pseudo-samples": clients.pseudo_samples,
+    "pseudo-confusion": clients.pseudo_confusion,
+    "bytes": run.bytes_sent,
+    "accuracy-by-bytes": run.accuracy_by_bytes,
+    "seconds": run.seconds,
 }
 """Every picture of a single run, by the name of its file."""
 
@@ -145,17 +121,17 @@ def save_all(
     for name in only:
         if name not in picture_names():
             raise UnknownName("picture", name, picture_names())
-    data = [as_run(run) for run in runs]
+    data = [as_run(one) for one in runs]
     written: list[Path] = []
     names = _folder_names(data)
     wanted = {name: make for name, make in PICTURES.items() if not only or name in only}
-    for run, name in zip(data, names, strict=True):
+    for one, name in zip(data, names, strict=True):
         home = folder if len(data) == 1 else folder / name
         if wanted:
-            say(f"drawing the pictures of {run.name}")
+            say(f"drawing the pictures of {one.name}")
         for picture, make in wanted.items():
             with contextlib.suppress(DataError):  # this run has nothing for it
-                written += _save(make(run, dark=dark), home / picture)
+                written += _save(make(one, dark=dark), home / picture)
     if len(data) > 1:
         over: dict[str, Callable[[], Figure]] = {
             f"compare-{score}": functools.partial(curves, data, score, dark=dark) for score in scores()
@@ -171,10 +147,10 @@ def save_all(
 def _folder_names(runs: Sequence[RunData]) -> list[str]:
     """The names of the runs, told apart by a number where they are the same."""
     found: list[str] = []
-    for run in runs:
-        name, number = run.name, 2
+    for one in runs:
+        name, number = one.name, 2
         while name in found:
-            name, number = f"{run.name}-{number}", number + 1
+            name, number = f"{one.name}-{number}", number + 1
         found.append(name)
     return found
 

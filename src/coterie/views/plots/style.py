@@ -70,6 +70,15 @@ def ink_legend(legend: Any, theme: Theme) -> None:
         text.set_color(theme.ink)
 
 
+def draw_bar(axes: Axes, box: tuple[float, float, float, float], fill: str, transform: Any) -> None:
+    """A coloured bar (left, bottom, width, height) that may stand outside the panel."""
+    from matplotlib.patches import Rectangle
+
+    left, bottom, width, height = box
+    bar = Rectangle((left, bottom), width, height, color=fill, linewidth=0, transform=transform, clip_on=False)
+    axes.add_patch(bar)
+
+
 def write_title(figure: Figure, text: str, theme: Theme) -> None:
     """A title at the upper left."""
     height = figure.get_size_inches()[1]

@@ -1,4 +1,4 @@
-"""Who moved where: clusters by round, few enough of both to be seen."""
+"""Clusters by round, few enough of both to be seen: their sizes, who moved where, which true groups they hold."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from coterie.runs.reading import RunData
 
 Ints = NDArray[np.int64]
 
@@ -43,6 +45,37 @@ def shown_clusters(sizes: list[list[int]]) -> list[int]:
 def is_alone(sizes: list[list[int]]) -> bool:
     """Whether every client is a cluster of its own: there is nothing to see then."""
     return bool(sizes) and len(sizes[-1]) > MOST_CLUSTERS and max(sizes[-1]) <= 1
+
+
+def sizes_of(run: RunData) -> tuple[list[int], Ints]:
+    """The clusters that are told apart, OTHERS last where there are more, and their sizes by round [T, K]."""
+    shown = shown_clusters(run.sizes)
+    table = np.zeros((len(run.sizes), max(len(row) for row in run.sizes)), dtype=np.int64)
+    for i, row in enumerate(run.sizes):
+        table[i, : len(row)] = row
+    if len(shown) == table.shape[1]:
+        return shown, table
+    rest = table.sum(1) - table[:, shown].sum(1)
+    return [*shown, OTHERS], np.column_stack([table[:, shown], rest])
+
+
+def confusion_of(run: RunData) -> tuple[list[int], Ints] | None:
+    """The clusters that have clients, and how many of each true group they have [K, G]; None where neither is known."""
+    clusters, groups = run.clusters, run.group_positions()
+    if clusters is None or groups is None or not (clusters >= 0).any():
+        return None
+    met = clusters >= 0
+    numbers, rows = np.unique(clusters[met], return_inverse=True)
+    table = np.zeros((len(numbers), int(groups.max()) + 1), dtype=np.int64)
+    np.add.at(table, (rows, groups[met]), 1)
+    return numbers.tolist(), table
+
+
+def flow_of_run(run: RunData) -> Flow | None:
+    """Who moved where in a run; None before its first round."""
+    if run.labels is None or len(run.labels) < 2:
+        return None
+    return flow_of(run.labels, shown_clusters([np.bincount(row[row >= 0]).tolist() for row in run.labels]))
 
 
 def flow_of(labels: Ints, shown: list[int]) -> Flow:

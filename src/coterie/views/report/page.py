@@ -47,29 +47,36 @@ def _hash(text: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
 
+def shell(title: str, body: str, policy: str = "") -> str:
+    """A page around its body: the style inside, and nothing that the policy does not name."""
+    rules = f"default-src 'none'; img-src data:; style-src {_hash(static('page.css'))}; {policy}"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<meta http-equiv=\"Content-Security-Policy\" content=\"{rules}base-uri 'none'; form-action 'none'\">"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="referrer" content="no-referrer">'
+        f"<title>{escape(title)}</title><style>{static('page.css')}</style></head>\n<body>{body}</body></html>\n"
+    )
+
+
 def report_html(runs: Sequence[RunData], *, tsne: bool = True) -> str:
     """The page of one run or several."""
     payload = page_payload(runs, tsne=tsne)
     title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs"
     scripts = [static(name) for name in SCRIPTS]
-    policy = f"default-src 'none'; img-src data:; style-src {_hash(static('page.css'))}; " + (
-        f"script-src {' '.join(_hash(script) for script in scripts)}; base-uri 'none'; form-action 'none'"
-    )
+    policy = f"script-src {' '.join(_hash(script) for script in scripts)}; "
     numbers = "".join(
         f"<li>{escape(run.title)}: {escape(_words(item))}</li>" for run, item in zip(runs, payload["runs"], strict=True)
     )
     body = "".join(f"<script>{script}</script>\n" for script in scripts)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="referrer" content="no-referrer">'
-        f"<title>{escape(title)}: Coterie report</title><style>{static('page.css')}</style></head>\n"
-        f'<body><header class="top"><h1>{escape(title)}</h1><button id="theme" type="button">dark</button></header>\n'
+    return shell(
+        f"{title}: Coterie report",
+        f'<header class="top"><h1>{escape(title)}</h1><button id="theme" type="button">dark</button></header>\n'
         f'<main id="page"><noscript><p>Charts need JavaScript. In numbers:</p><ul>{numbers}</ul></noscript></main>\n'
         "<footer>Made by Coterie. Micro means weigh a client by its test samples; where nothing is said, all clients "
         "weigh the same. The file needs no network.</footer>\n"
-        f'<script type="application/json" id="data">{json_inside(payload)}</script>\n{body}</body></html>\n'
+        f'<script type="application/json" id="data">{json_inside(payload)}</script>\n{body}',
+        policy,
     )
 
 

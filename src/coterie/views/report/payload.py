@@ -18,10 +18,12 @@ from coterie.data.pictures import spread_evenly
 from coterie.runs.metrics import METRICS, metrics
 from coterie.runs.reading import RunData
 from coterie.views.report import compare
-from coterie.views.report.flow import OTHERS, flow_of, is_alone, shown_clusters
+from coterie.views.report.flow import confusion_of, flow_of_run, is_alone, sizes_of
 from coterie.views.report.map import mapped_clients, neighbours, principal
 
 Payload = dict[str, Any]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 MOST_ROUNDS = 400  # points of a curve
 MOST_BUBBLES = 120  # clients whose labels are bubbles; of more a heat map
@@ -199,23 +201,14 @@ def run_headline(run: RunData) -> list[list[Any]]:
 def _sizes(run: RunData, rounds: list[int]) -> Payload | None:
     if not run.sizes or is_alone(run.sizes):
         return None
-    shown = shown_clusters(run.sizes)
-    table = np.zeros((len(run.sizes), max(len(row) for row in run.sizes)), dtype=np.int64)
-    for i, row in enumerate(run.sizes):
-        table[i, : len(row)] = row
-    values = [table[rounds, k].tolist() for k in shown]
-    keys = list(shown)
-    if len(shown) < table.shape[1]:
-        rest = [k for k in range(table.shape[1]) if k not in shown]
-        values.append(table[np.ix_(rounds, rest)].sum(1).tolist())
-        keys.append(OTHERS)
-    return {"clusters": keys, "values": values}
+    clusters, table = sizes_of(run)
+    return {"clusters": clusters, "values": table[rounds].T.tolist()}
 
 
 def _flow(run: RunData) -> Payload | None:
-    if run.labels is None or len(run.labels) < 2 or is_alone(run.sizes):
+    flow = None if is_alone(run.sizes) else flow_of_run(run)
+    if flow is None or run.labels is None:
         return None
-    flow = flow_of(run.labels, shown_clusters([np.bincount(row[row >= 0]).tolist() for row in run.labels]))
     moves = int(((run.labels[1:] != run.labels[:-1]) & (run.labels[:-1] >= 0)).sum())
     return {"rounds": flow.rounds, "nodes": flow.nodes, "links": flow.links, "moves": moves}
 
@@ -249,17 +242,12 @@ def _clients(run: RunData) -> Payload | None:
 
 
 def _confusion(run: RunData) -> Payload | None:
-    clusters, groups = run.clusters, run.group_positions()
-    if clusters is None or groups is None or is_alone(run.sizes):
+    found = None if is_alone(run.sizes) else confusion_of(run)
+    if found is None:
         return None
-    met = clusters >= 0
-    if not met.any():
-        return None
-    rows, places = np.unique(clusters[met], return_inverse=True)
-    table = np.zeros((len(rows), int(groups.max()) + 1), dtype=np.int64)
-    np.add.at(table, (places, groups[met]), 1)
-    keep = spread_evenly(len(rows), 40)
-    return {"clusters": rows[keep].tolist(), "counts": table[keep].tolist()}
+    clusters, table = found
+    keep = spread_evenly(len(clusters), 40)
+    return {"clusters": [clusters[i] for i in keep], "counts": table[keep].tolist()}
 
 
 def _fairness(run: RunData) -> Payload | None:
@@ -293,18 +281,32 @@ def _labels(run: RunData) -> Payload | None:
         order = np.argsort(places, kind="stable")
         shown = counts[order][:, classes]
         return {"kind": "bubbles", "clients": order.tolist(), "classes": classes, "counts": shown.tolist()}
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    order = np.lexsort((-shares.max(axis=1), shares.argmax(axis=1), places))
-    starts = np.unique(np.linspace(0, len(order), min(MOST_SLICES, len(order)) + 1).astype(int)[:-1])
-    sizes = np.diff([*starts, len(order)])
-    means = np.add.reduceat(shares[order], starts, axis=0) / sizes[:, None]
+    order, shares = by_main_class(counts, places)
+    starts, means = narrowed(shares, MOST_SLICES)
     return {
         "kind": "heat",
         "classes": classes,
-        "group": places[order][starts].tolist(),
+        "group": places[order[starts]].tolist(),
         "shares": [_numbers(column, 3) for column in means[:, classes].T],
         "of": len(counts),
     }
+
+
+def by_main_class(counts: Ints, groups: Ints) -> tuple[Ints, Floats]:
+    """Clients by group, then by the class they have most of, and the shares of their classes in that order [N, L].
+
+    Unordered, thousands of columns of a heat map would be noise.
+    """
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    order = np.lexsort((-shares.max(axis=1), shares.argmax(axis=1), groups))
+    return order, shares[order]
+
+
+def narrowed(shares: Floats, most: int) -> tuple[Ints, Floats]:
+    """At most this many rows: their starts, and means of neighbours, so that none is lost between two pixels."""
+    rows = min(most, len(shares))
+    starts = np.arange(rows) * len(shares) // rows
+    return starts, np.add.reduceat(shares, starts, axis=0) / np.diff([*starts, len(shares)])[:, None]
 
 
 def _members(run: RunData) -> list[Payload] | None:
