@@ -35,11 +35,9 @@ class FedMedian(Algorithm):
         return ClusterState.common_start(engine, num_clusters=1)
 
     def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
-        everyone = torch.zeros(len(cohort), dtype=torch.int64)
+        rows = torch.zeros(len(cohort), dtype=torch.int64)  # every client gets center 0
         limit = torch.tensor(self.limit, device=engine.device)
-        call = engine.call(
-            train_clipped, cohort, models=state.centers, refs=everyone, payload={"limit": limit}, rng=rng
-        )
+        call = engine.call(train_clipped, cohort, models=state.centers, refs=rows, payload={"limit": limit}, rng=rng)
         updates = torch.cat([chunk.answer.update for chunk in call])  # [C, P]
         labels = state.labels.index_fill(0, cohort, 0)
         return replace(state, centers=state.centers + updates.median(0).values, labels=labels)
