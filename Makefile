@@ -1,4 +1,4 @@
-# Every command of the project. `make` alone lists them.
+# All commands of the project. Plain `make` lists them.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ PEERS := .venv-peers
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-# torch first and by its exact version: a plain `torch` would bring several GB of CUDA packages.
+# Install torch first, pinned: an unpinned `torch` would pull in several GB of CUDA packages.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
@@ -22,10 +22,10 @@ setup: $(READY)  ## create .venv and install
 
 DEMO := -a local -a fedavg -a ifca -a fesem --dataset rotated-digits --clusters 4 --rounds 20 --seeds 3
 
-demo: $(READY)  ## compare four methods on embedded data (under a minute), print the table
+demo: $(READY)  ## compare four methods on embedded data and print a table (under a minute)
 	$(BIN)/coterie compare $(DEMO)
 
-pictures: $(READY)  ## draw the README's pictures anew, from the demo (docs/pictures)
+pictures: $(READY)  ## redraw the README's pictures from the demo (docs/pictures)
 	rm -rf build/demo
 	$(BIN)/coterie compare $(DEMO) --out build/demo --name runs
 	$(BIN)/coterie report build/demo/runs --no-tsne --png build/demo/pictures --only compare-accuracy --only member-samples
@@ -35,33 +35,33 @@ pictures: $(READY)  ## draw the README's pictures anew, from the demo (docs/pict
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest -q -n auto
 
-test-slow: $(READY)  ## run the slow tests too
+test-slow: $(READY)  ## run the slow tests
 	$(BIN)/python -m pytest -q -m 'slow'
 
-test-browser: $(READY)  ## drive the pages in a real browser (installs Debian's chromium where it can)
+test-browser: $(READY)  ## test the pages in a real browser (installs Debian's chromium if possible)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,browser]'
 	@if ! command -v chromium >/dev/null || ! command -v chromedriver >/dev/null; then \
 		{ apt-get update -qq && apt-get install -y -qq chromium chromium-driver >/dev/null; } \
-		|| echo "chromium could not be installed: the tests will say so and be skipped"; \
+		|| echo "Could not install chromium: the browser tests will be skipped."; \
 	fi
 	$(BIN)/python -m pytest -q -rs -m browser tests/browser
-	@ls build/screenshots/*.png 2>/dev/null | sed 's/^/kept: /' || true
+	@ls build/screenshots/*.png 2>/dev/null | sed 's/^/saved: /' || true
 
 test-flower: $(READY)  ## run real Flower processes on loopback (installs Flower into .venv)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[flower]'
-	$(BIN)/python -m pytest -q tests/flower src/coterie/flower
+	$(BIN)/python -m pytest -q tests/flower src/coterie/engines/flower src/coterie/deploy
 	$(BIN)/python -m pytest -q -m 'flower' tests/flower
 
-test-gpu: $(READY)  ## run the tests that need a GPU (skipped without one)
+test-gpu: $(READY)  ## run the tests that require a GPU (skipped without one)
 	$(BIN)/python -m pytest -q -m 'gpu'
 
-golden: $(READY)  ## write the golden results anew, after an intended change of results
+golden: $(READY)  ## rewrite the golden results, after an intended change of results
 	$(BIN)/python -m tests.golden.record
 
-bench: $(READY)  ## measure this machine: our engine against a plain loop
+bench: $(READY)  ## measure the speed of this machine against a plain loop
 	$(BIN)/coterie bench
 
-# Flower and pfl-research want other versions than ours, so they have an environment and pins of their own.
+# Flower and pfl-research require other versions than we do, so they get their own environment and pins.
 $(PEERS)/.ready: pyproject.toml benchmarks/peers-constraints.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/pip install --quiet -c benchmarks/peers-constraints.txt torch==2.13.0
@@ -70,19 +70,19 @@ $(PEERS)/.ready: pyproject.toml benchmarks/peers-constraints.txt
 	$(PEERS)/bin/pip install --quiet --no-deps -c benchmarks/peers-constraints.txt fedlab torchvision
 	touch $@
 
-bench-peers: $(PEERS)/.ready  ## measure other simulators too: pfl-research, FedLab, Flower (their own environment)
+bench-peers: $(PEERS)/.ready  ## also measure pfl-research, FedLab and Flower (in a separate environment)
 	$(PEERS)/bin/python benchmarks/peers.py
 
-bench-check: $(READY)  ## fail if our engine is under 0.8 of its recorded ratio to the plain loop
+bench-check: $(READY)  ## fail if the speedup over the plain loop is below 0.8 of the recorded one
 	$(BIN)/python benchmarks/check.py
 
-check: $(READY)  ## formatting, lint, types, tests with coverage
+check: $(READY)  ## check format, lint and types; run the tests with coverage (what CI runs)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n auto --cov --cov-report=term
 
-format: $(READY)  ## format and fix what can be fixed
+format: $(READY)  ## format, and apply ruff's automatic fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

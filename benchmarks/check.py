@@ -1,9 +1,9 @@
-"""A guard against getting slower: fails if our ratio to the plain loop is under 0.8 of the recorded one.
+"""Performance regression check: fails if the speedup over the plain loop falls below 0.8 of the recorded one.
 
     python benchmarks/check.py [--record]
 
-The ratio of two ways on the same machine in the same run is compared, not seconds. `--record` writes the file anew; do
-so on a quiet machine, with the reason in the commit message.
+It compares ratios measured in one run on one machine, not seconds. `--record` overwrites the recorded ratios: use it
+on a quiet machine, and give the reason in the commit message.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ LEAST = 0.8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--record", action="store_true", help="overwrite the recorded ratios")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds to measure; the median counts")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = {name: Bench(workloads(device)[name], str(device)).run(options.repeats)["ratio"] for name in WATCHED}
-    told = machine(device)
     if options.record:
-        RECORD.write_text(json.dumps({"machine": told, "device": device.type, "ratios": found}, indent=1) + "\n")
-        print(f"recorded in {RECORD}: {found}")
+        record = {"machine": machine(device), "device": device.type, "ratios": found}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"Recorded in {RECORD}: {found}")
         return
     recorded = json.loads(RECORD.read_text())
     if recorded["device"] != device.type:
-        sys.exit(f"recorded on a {recorded['device']}, and this is a {device.type}: nothing to compare")
+        sys.exit(f"Nothing to compare: the ratios were recorded on {recorded['device']}, and this is {device.type}.")
     slower = []
     for name, ratio in found.items():
         before = recorded["ratios"][name]
@@ -44,7 +44,7 @@ def main() -> None:
         if ratio < LEAST * before:
             slower.append(name)
     if slower:
-        sys.exit(f"slower than {LEAST} of what was recorded: {', '.join(slower)}")
+        sys.exit(f"Slower than {LEAST} of the recorded ratio: {', '.join(slower)}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What Flower costs: seconds of a round in process, in Flower's simulation, and at four SuperNodes with TLS.
+"""Overhead of Flower: seconds per round in process, in Flower's simulation, and on four SuperNodes with TLS.
 
     python benchmarks/flower_overhead.py [--rounds 3]
 
-The same run three times: FeSEM over four sites of the embedded digits. Training and evaluation are apart; both are one
-message a site. Needs `pip install 'coterie[flower]'`.
+Repeats one run on each engine: FeSEM over four sites with the embedded digits. Training and evaluation are measured
+separately; each is one message per site. Requires `pip install 'coterie[flower]'`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def model() -> torch.nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def here(engine: str, rounds: int) -> list[dict[str, float]]:
+def run_here(engine: str, rounds: int) -> list[dict[str, float]]:
     shares = rotated_shares(shares=8, turns=(0, 180))
     data = Federation.from_clients({f"site-{i}": shares[f"site-{i}"] for i in range(4)}, num_classes=10)
     work = SGD(lr=0.2, epochs=5, batch_size=10)
@@ -41,7 +41,7 @@ def here(engine: str, rounds: int) -> list[dict[str, float]]:
     return [row["seconds"] for row in result.rows]
 
 
-def deployed(rounds: int) -> list[dict[str, float]]:
+def run_deployed(rounds: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         sites = Sites(Path(folder) / "app", secure=True)
         try:
@@ -61,17 +61,16 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     for name, run in (
-        ("vectorized", lambda: here("vectorized", rounds)),
-        ("loop", lambda: here("loop", rounds)),
-        ("flower, simulated", lambda: here("flower", rounds)),
-        ("flower, four nodes with TLS", lambda: deployed(rounds)),
+        ("vectorized", lambda: run_here("vectorized", rounds)),
+        ("loop", lambda: run_here("loop", rounds)),
+        ("flower, simulated", lambda: run_here("flower", rounds)),
+        ("flower, four nodes with TLS", lambda: run_deployed(rounds)),
     ):
         began = time.perf_counter()
         rows = run()
-        told = {
-            part: round(statistics.median(row[part] for row in rows), 4) for part in ("train", "server", "evaluate")
-        }
-        print(json.dumps({"way": name, **told, "whole": round(time.perf_counter() - began, 1)}), flush=True)
+        parts = ("train", "server", "evaluate")
+        seconds = {part: round(statistics.median(row[part] for row in rows), 4) for part in parts}
+        print(json.dumps({"engine": name, **seconds, "whole": round(time.perf_counter() - began, 1)}), flush=True)
 
 
 if __name__ == "__main__":

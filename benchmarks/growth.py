@@ -1,9 +1,9 @@
-"""How the cost grows: with clients, with the size of the model, with the number of clusters.
+"""Scaling with the number of clients, the size of the model and the number of clusters.
 
     python benchmarks/growth.py [--device cpu]
 
-Clients and model: microseconds of a client-step of our engine (median of 5 rounds). Clusters: seconds of a round of 100
-clients of LeNet, at the clients and at the server.
+Clients and model size: microseconds per client step of our engine (median of 5 rounds). Clusters: seconds per round
+with 100 clients of LeNet, for clients and server.
 """
 
 from __future__ import annotations

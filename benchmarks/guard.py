@@ -1,10 +1,11 @@
-"""Does a method recover? From 30 % wrong labels, and after one center is overwritten by a copy of another.
+"""Recovery of the clustered methods from 30 % wrong labels, and from a center overwritten by a copy of another.
 
     python benchmarks/guard.py [--seeds 10] [--methods fesem md_icfl fedds ifca] [--jobs 2] [--out rows.jsonl]
 
-Rotated digits, 40 clients, 20 rounds. `wrong`: after the start, 30 % of the labels are moved to another cluster and
-the centers are recomputed from the wrong partition. `copy`: after round 5 center 1 becomes a copy of center 0.
-Each with the guard on and off; ARI after round 20.
+Rotated digits, 40 clients, 20 rounds, with the guard on and off; ARI after round 20.
+
+- `wrong`: after the start, 30 % of the labels are changed, and the centers are computed from the wrong partition.
+- `copy`: after round 5, center 1 is overwritten by a copy of center 0.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def trainer_of(method: str, seed: int, guard: bool) -> Trainer:
 
 
 def with_wrong_labels(trainer: Trainer, seed: int, share: float = 0.3) -> None:
-    """Move a share of the labels, and make the centers the means of the wrong partition's first models."""
+    """Change a share of the labels, average the first models of the wrong partition into centers, and run."""
     trainer._start()
     engine, state = trainer.engine, trainer.state
     rng = Rng.seed(seed).at("wrong")
@@ -56,7 +57,7 @@ def with_wrong_labels(trainer: Trainer, seed: int, share: float = 0.3) -> None:
 
 
 def with_copied_center(trainer: Trainer) -> None:
-    """Run to round 5, overwrite center 1 by center 0, go on."""
+    """Run to round 5, overwrite center 1 with center 0, and continue."""
     trainer._start()
     for number in range(1, 6):
         trainer._round(number)
@@ -66,11 +67,11 @@ def with_copied_center(trainer: Trainer) -> None:
     trainer.run()
 
 
-def one(method: str, harm: str, guard: bool, seed: int) -> Row:
+def one(method: str, fault: str, guard: bool, seed: int) -> Row:
     trainer = trainer_of(method, seed, guard)
-    with_wrong_labels(trainer, seed) if harm == "wrong" else with_copied_center(trainer)
+    with_wrong_labels(trainer, seed) if fault == "wrong" else with_copied_center(trainer)
     ari = round(trainer.progress.rows[-1]["ari"], 2)
-    return {"method": method, "harm": harm, "guard": guard, "seed": seed, "ari": ari}
+    return {"method": method, "fault": fault, "guard": guard, "seed": seed, "ari": ari}
 
 
 def main() -> None:
@@ -80,13 +81,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", default="")
     options = parser.parse_args()
-    ways = [(m, h, g) for m in options.methods for h in ("wrong", "copy") for g in (True, False)]
-    rows = run_all(one, [(*way, seed) for way in ways for seed in range(options.seeds)], options.jobs, options.out)
-    print("| method | harm | guard | back at ARI >= 0.95 | worst ARI |\n|---|---|---|---|---|")
-    for way in ways:
-        found = [r["ari"] for r in rows if (r["method"], r["harm"], r["guard"]) == way]
-        back = sum(ari >= 0.95 for ari in found)
-        print(f"| `{way[0]}` | {way[1]} | {'on' if way[2] else 'off'} | {back} of {len(found)} | {min(found):.2f} |")
+    cases = [(m, f, g) for m in options.methods for f in ("wrong", "copy") for g in (True, False)]
+    rows = run_all(one, [(*case, seed) for case in cases for seed in range(options.seeds)], options.jobs, options.out)
+    print("| method | fault | guard | recovered (ARI >= 0.95) | worst ARI |\n|---|---|---|---|---|")
+    for method, fault, guard in cases:
+        found = [r["ari"] for r in rows if (r["method"], r["fault"], r["guard"]) == (method, fault, guard)]
+        recovered = sum(ari >= 0.95 for ari in found)
+        counts = f"{recovered} of {len(found)} | {min(found):.2f}"
+        print(f"| `{method}` | {fault} | {'on' if guard else 'off'} | {counts} |")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Rotated MNIST as in MD-ICFL's table 4 and with label skew: accuracy and ARI of the clustered methods.
+"""Accuracy and ARI of the clustered methods on rotated MNIST, as in MD-ICFL's table 4 and with label skew.
 
     python benchmarks/label_skew.py --data-dir DATA [--jobs 3] [--seeds 3] [--out rows.jsonl]
 
-Every run is a process of its own (`coterie run --json`), several at a time on one GPU.
+Every run is a separate process (`coterie run --json`); several of them share one GPU.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="only this method")
     parser.add_argument("--alpha", type=int, default=0, help="only this alpha")
-    parser.add_argument("--runs", default="runs/label-skew", help="where run folders go")
+    parser.add_argument("--runs", default="runs/label-skew", help="folder for the run folders")
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     cases = [c for c in CASES if options.only in ("", c[0]) and options.alpha in (0, c[1])]
-    ways = [(*case, seed, options.data_dir, options.runs) for case in cases for seed in range(options.seeds)]
-    rows = run_all(one, ways, options.jobs, options.out)
-    print("| method | alpha | accuracy, seed by seed | ARI |\n|---|---|---|---|")
+    jobs = [(*case, seed, options.data_dir, options.runs) for case in cases for seed in range(options.seeds)]
+    rows = run_all(one, jobs, options.jobs, options.out)
+    print("| method | alpha | accuracy by seed | ARI |\n|---|---|---|---|")
     for case in cases:
         mine = [r for r in rows if (r["method"], r["alpha"]) == case]
         accuracy = ", ".join(str(r.get("accuracy", "failed")) for r in mine)

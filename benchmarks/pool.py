@@ -1,4 +1,4 @@
-"""Many runs at a time: each in a process of one thread, rows printed as they come."""
+"""Runs many cases in parallel: one process with one thread each; prints rows as they finish."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def run_all(work: Callable[..., Row], cases: Sequence[tuple[Any, ...]], jobs: int, out: str = "") -> list[Row]:
-    """`work(*case)` for every case; the rows in the order of the cases, and as JSON lines in `out`."""
+    """Call `work(*case)` for every case; return the rows in this order, and append them to `out` as JSON lines."""
     context = multiprocessing.get_context("spawn")
     rows: dict[int, Row] = {}
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:

@@ -1,4 +1,4 @@
-"""What rounding does to a whole experiment: rotated MNIST (alpha = 10), by precision and seed.
+"""Effect of rounding on a whole experiment: rotated MNIST (alpha = 10), by precision and seed.
 
 python benchmarks/precision.py --data-dir DATA [--seeds 3] [--methods fesem md_icfl] [--device cuda]
 """
@@ -24,8 +24,8 @@ def one(method: str, precision: str, seed: int, data: str, out: str, device: str
         return {"method": method, "precision": precision, "seed": seed, "error": done.stderr[-400:]}
     summary = json.loads(done.stdout)
     accuracy, seconds = round(100 * summary["accuracy"]["macro"], 2), round(summary["seconds"]["total"], 1)
-    told = {"accuracy": accuracy, "ari": round(summary["ari"], 3), "seconds": seconds}
-    return {"method": method, "precision": precision, "seed": seed, **told}
+    scores = {"accuracy": accuracy, "ari": round(summary["ari"], 3), "seconds": seconds}
+    return {"method": method, "precision": precision, "seed": seed, **scores}
 
 
 def main() -> None:
@@ -36,17 +36,17 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["float32", "tf32", "bf16", "tf32+compile"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--jobs", type=int, default=3)
-    parser.add_argument("--runs", default="runs/precision", help="where run folders go")
+    parser.add_argument("--runs", default="runs/precision", help="folder for the run folders")
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     cases = [(method, precision) for method in options.methods for precision in options.precisions]
-    ways = [
+    jobs = [
         (*case, seed, options.data_dir, options.runs, options.device)
         for case in cases
         for seed in range(options.seeds)
     ]  # fmt: skip
-    rows = run_all(one, ways, options.jobs, options.out)
-    print("| method | precision | accuracy, seed by seed | ARI |\n|---|---|---|---|")
+    rows = run_all(one, jobs, options.jobs, options.out)
+    print("| method | precision | accuracy by seed | ARI |\n|---|---|---|---|")
     for case in cases:
         mine = [r for r in rows if (r["method"], r["precision"]) == case]
         accuracy = ", ".join(str(r.get("accuracy", r.get("error", "")[-80:])) for r in mine)

@@ -1,4 +1,4 @@
-"""Rounds of one workload in one way and nothing else, for a profiler to look at.
+"""Rounds of one workload with one plan and nothing else, to be run under a profiler.
 
 perf record -e cpu-clock python benchmarks/rounds.py lenet --plan native --workers 1 && perf report --sort dso,symbol
 """

@@ -1,9 +1,9 @@
-"""What the server takes of a round, method by method: 100 clients of LeNet.
+"""Server time of each method, relative to client time, with 100 clients of LeNet.
 
     python benchmarks/server_share.py [--rounds 3] [--device cpu]
 
-Seconds of a round: clients' training, and everything else (assigning, averaging); MD-ICFL's sampler and FeSEM-MA's
-matching are the server's own work and shown with it.
+Prints seconds per round for the clients' training and for the server (assigning, averaging, MD-ICFL's sampler,
+FeSEM-MA's matching), and their ratio (`share`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Ask `coterie ui` 50 times a second for a minute, of a folder with whole, growing and damaged runs.
+"""Load test of `coterie ui`: 50 requests a second for a minute, on a folder with complete, growing and damaged runs.
 
     python benchmarks/ui_load.py [--rate 50] [--seconds 60]
 
-Prints how many answers came, how fast (milliseconds: median, 99 of 100, worst), and what the server took of the
-processor and of memory. Every answer must be right: what is asked of a damaged run must be told as damaged.
+Prints the number of answers, their latency in milliseconds (median, 99th percentile, maximum), and the CPU time and
+memory of the server. Every answer must have the expected status: a damaged run must be reported as damaged.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.views.report.made import append_round, make_run
 
-# What is asked, in turn, and the status that must come.
-ASKED = (
+# The requests, sent in turn, and their expected status codes.
+REQUESTS = (
     ("/", 200),
     ("/api/runs", 200),
     ("/api/run/large", 200),
@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=50.0)
     parser.add_argument("--seconds", type=float, default=60.0)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         make_run(root, "large", rounds=300, clients=1000, clusters=8, classes=10)
@@ -52,11 +52,11 @@ def main() -> None:
         (make_run(root, "broken") / "summary.json").write_text("{")
         for number in range(20):
             make_run(root, f"small-{number}", rounds=20)
-        print(json.dumps(load(root, live, asked.rate, asked.seconds), indent=2))
+        print(json.dumps(load(root, live, options.rate, options.seconds), indent=2))
 
 
 def load(root: Path, live: Path, rate: float, seconds: float) -> dict[str, object]:
-    """Start the server, let a run grow, ask, and tell."""
+    """Start the server, send requests while a run grows, and return the statistics."""
     command = [sys.executable, "-m", "coterie", "ui", str(root), "--port", "0"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
@@ -82,7 +82,7 @@ def load(root: Path, live: Path, rate: float, seconds: float) -> dict[str, objec
             began = time.perf_counter()
 
             def one(number: int) -> None:
-                path, status = ASKED[number % len(ASKED)]
+                path, status = REQUESTS[number % len(REQUESTS)]
                 start = time.perf_counter()
                 answer = client.get(path)
                 times.append(time.perf_counter() - start)
@@ -102,7 +102,7 @@ def load(root: Path, live: Path, rate: float, seconds: float) -> dict[str, objec
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     ms = 1000 * np.array(times)
     return {
-        "asked": total,
+        "requests": total,
         "answered": len(times),
         "wrong": wrong[:5],
         "per_second": round(len(times) / took, 1),
@@ -112,7 +112,7 @@ def load(root: Path, live: Path, rate: float, seconds: float) -> dict[str, objec
             "worst": round(float(ms.max()), 1),
         },
         "server": {
-            "processor_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+            "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
             "memory_mb": usage.ru_maxrss // 1024,
         },
     }

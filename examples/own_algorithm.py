@@ -1,6 +1,6 @@
-"""A method of your own: client half, server half, both engines.
+"""Your own method: a client half and a server half, for every engine.
 
-FedMedian trains one model and takes the median of the clients' models, entry by entry, instead of the mean.
+FedMedian trains one model. It moves the model by the elementwise median of the clients' updates instead of their mean.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from coterie import Algorithm, Answer, Block, ClusterState, Engine, Models, Rng,
 
 @client_step
 def train_clipped(block: Block, models: Models, work: coterie.SGD, limit: Tensor) -> Answer:
-    """Client half: train, and answer with an update no longer than `limit`."""
+    """Client half: train, and answer with an update of norm at most `limit`."""
     start = models.rows()  # [c, P]
     update = block.train(start, work) - start
     return Answer(update=update * (limit / update.norm(dim=1, keepdim=True)).clamp(max=1))
@@ -26,20 +26,18 @@ def train_clipped(block: Block, models: Models, work: coterie.SGD, limit: Tensor
 @register
 @dataclass(frozen=True)
 class FedMedian(Algorithm):
-    """Server half: one center, moved by the median of the clients' updates."""
+    """Server half: move one center by the median of the clients' updates."""
 
     key: ClassVar[str] = "fedmedian"
-    limit: float = setting(5.0, "longest update a client may answer with", gt=0)
+    limit: float = setting(5.0, "largest norm of a client's update", gt=0)
 
     def start(self, task: Any, engine: Engine, rng: Rng) -> ClusterState:
         return ClusterState.common_start(engine, num_clusters=1)
 
     def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
-        everyone = torch.zeros(len(cohort), dtype=torch.int64)
+        rows = torch.zeros(len(cohort), dtype=torch.int64)  # every client gets center 0
         limit = torch.tensor(self.limit, device=engine.device)
-        call = engine.call(
-            train_clipped, cohort, models=state.centers, refs=everyone, payload={"limit": limit}, rng=rng
-        )
+        call = engine.call(train_clipped, cohort, models=state.centers, refs=rows, payload={"limit": limit}, rng=rng)
         updates = torch.cat([chunk.answer.update for chunk in call])  # [C, P]
         labels = state.labels.index_fill(0, cohort, 0)
         return replace(state, centers=state.centers + updates.median(0).values, labels=labels)

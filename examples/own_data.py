@@ -1,6 +1,6 @@
-"""Data of your own: tensors by client, or a file; here hospitals that measure in different units.
+"""Your own data: one pair of tensors per client. The clients here are hospitals that measure with opposite signs.
 
-A file would be saved with `numpy.savez("hospitals.npz", x=..., y=..., user=...)` and used with
+Data can also come from a file: save it with `numpy.savez("hospitals.npz", x=..., y=..., user=...)` and pass it with
 `coterie run --dataset hospitals.npz`.
 """
 
@@ -13,7 +13,7 @@ from coterie import SGD, Federation, FeSEM
 
 
 def hospitals(count: int = 12, seed: int = 0) -> Federation:
-    """Half of the hospitals measure the other way round, so that no single model fits them all."""
+    """Half of the hospitals measure with the opposite sign, so no single model fits them all."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(5, generator=generator)
     clients, groups = {}, {}
@@ -28,5 +28,5 @@ def hospitals(count: int = 12, seed: int = 0) -> Federation:
 
 if __name__ == "__main__":
     result = coterie.run(FeSEM(num_clusters=2), hospitals(), "mclr", rounds=10, work=SGD(lr=0.5, batch_size=16))
-    print(f"accuracy {result.summary['accuracy']['macro']:.4f}, agreement with the truth {result.summary['ari']:.2f}")
+    print(f"accuracy {result.summary['accuracy']['macro']:.4f}, ARI {result.summary['ari']:.2f}")
     print(result.clusters)

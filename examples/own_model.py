@@ -1,6 +1,6 @@
-"""A network of your own: any nn.Module, BatchNorm and dropout included, without changes.
+"""Your own network: any nn.Module works unchanged, including BatchNorm and dropout.
 
-From the command line the same network is `coterie run --model examples.own_model:network`.
+The same network from the command line: `coterie run --model examples.own_model:network`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import coterie
 
 
 def network(input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
-    """A small convolutional network; a callable without arguments would do as well."""
+    """A small convolutional network. A callable without arguments works as well."""
     channels, height, width = input_shape
     return nn.Sequential(
         nn.Conv2d(channels, 8, 3, padding=1),
