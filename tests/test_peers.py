@@ -145,17 +145,17 @@ def test_the_command_shows_peers_and_their_errors(monkeypatch, capsys):
     broken = type("Broken", (Fake,), {"__init__": lambda self: Fake.__init__(self, "start")})
     monkeypatch.setattr(bench, "CPU_WORKLOADS", SMALL)
     monkeypatch.setattr(peers, "PEERS", {"fake": Fake, "broken": broken})
-    command(None, None, "1", "cpu", None, True, True, "auto")
+    command(repeats=1, device="cpu", json_=True)
     rows = json.loads(capsys.readouterr().out)["rows"][0]["peers"]
     assert [(row["peer"], row["error"]) for row in rows] == [
         ("fake", None),
         ("broken", "ZeroDivisionError: in start"),
     ]
-    command(None, None, "1", "cpu", None, False, True, "fake,broken")
+    command(repeats=1, device="cpu", quiet=True, peers="fake,broken")
     shown = capsys.readouterr().out
     assert "in [this] process" in shown
     assert "ZeroDivisionError: in start" in shown
-    command(None, None, "1", "cpu", None, False, True, "none")
+    command(repeats=1, device="cpu", quiet=True, peers="none")
     assert "fake" not in capsys.readouterr().out
 
 

@@ -15,10 +15,10 @@ from coterie.nets.registry import Builder
 from coterie.runs import execution
 from coterie.runs import result as results
 from coterie.runs.execution import execute
-from coterie.runs.experiment import Experiment, merge, resolve
+from coterie.runs.experiment import Experiment, resolve
 from coterie.runs.folder import RunFolder
-from coterie.runs.loop import Schedule
 from coterie.runs.observers import Listener
+from coterie.runs.settings import Schedule, merge
 from coterie.settings import check
 
 

@@ -1,22 +1,28 @@
-"""The command `coterie`: wires the verbs, prints one sentence for every error, sets exit codes."""
+"""The command `coterie`: registers the subcommands, prints one sentence per error, sets exit codes.
+
+No module that is imported here imports torch at its top: `--help` and errors in the command line are instant.
+"""
 
 from __future__ import annotations
 
 import sys
 
 import click
-import typer
+import typer.core
 from rich.console import Console
 
 from coterie.cli import bench, choose, compare, data, data_show, deploy, lists, onboard, report, run, sweep, ui
 from coterie.errors import CoterieError
 from coterie.version import VERSION
 
+typer.core.HAS_RICH = False  # plain help: with it, typer writes "\\[default: 20]" even where markup is off
+
 app = typer.Typer(
     name="coterie",
     help="Clustered, personalized federated learning: K models for K kinds of client.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.command("run")(run.run)
@@ -50,7 +56,7 @@ def options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; never shows a traceback for what the user can solve."""
+    """Run the command line; an error that the user can solve is never a traceback."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         code = app(args=arguments, standalone_mode=False)
@@ -63,7 +69,9 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
     except click.ClickException as error:
         said = error.format_message()
-        if said:  # without arguments, click has shown the help and has nothing to add
+        if said.startswith("Usage:"):  # without arguments, the message is the help
+            print(said)
+        else:
             console.print(f"[bold red]error:[/] {_escaped(said)}")
         sys.exit(2)
     except KeyboardInterrupt:
@@ -71,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
-    except OSError as error:  # a disk or a folder that says no where nothing more could be said about it
+    except OSError as error:  # from the disk or a folder, where no better sentence was found
         console.print(f"[bold red]error:[/] {_escaped(str(error))}")
         sys.exit(2)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from coterie.client.settings import WorkSettings
 from coterie.errors import UnknownName
 from coterie.settings import build, fields_of, setting, values_of
 
@@ -22,21 +23,13 @@ GradientAt = Callable[[Sequence[Tensor], int], Stack]
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(WorkSettings):
     """Stochastic gradient descent, as torch.optim.SGD does it, from fresh momentum in each call."""
 
     key: ClassVar[str] = "sgd"
     streams: ClassVar[int] = 1  # independent sequences of batches that a step draws from
     gradients: ClassVar[int] = 1  # gradients that a step takes
     anchored: ClassVar[bool] = False  # whether a step looks back at where the call started
-
-    lr: float = setting(0.1, "step size", gt=0)
-    momentum: float = setting(0.0, "momentum; 0 is plain SGD", ge=0, lt=1)
-    weight_decay: float = setting(0.0, "L2 penalty on the parameters", ge=0)
-    epochs: int = setting(1, "passes over a client's samples in one round", ge=1)
-    steps: int | None = setting(None, "steps in one round instead of epochs", ge=1)
-    batch_size: int | Literal["full"] = setting(20, "samples of a step; 'full' takes all of them", ge=1)
-    lr_decay: float = setting(1.0, "factor on the step size after each round", gt=0, le=1)
 
     def at(self, round: int) -> SGD:
         """The work of that round (rounds count from 1; the start, round 0, works as round 1)."""

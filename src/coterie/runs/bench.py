@@ -30,7 +30,7 @@ from coterie.nets.registry import build_model
 from coterie.peers import Peer, Round
 from coterie.randomness import Rng, mix, permutations
 from coterie.runs.experiment import Experiment
-from coterie.runs.loop import Schedule
+from coterie.runs.settings import Schedule
 from coterie.version import VERSION
 
 PLAIN, OURS = "plain loop", "coterie"
