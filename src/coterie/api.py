@@ -81,7 +81,16 @@ def run(
     torch.Size([1, 10])
     """
     schedule = Schedule(
-        *(rounds, participation, seed, evaluate_every, checkpoint_every, unseen, dropout, attack, attackers, corrupt),
+        rounds=rounds,
+        participation=participation,
+        seed=seed,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+        unseen=unseen,
+        dropout=dropout,
+        attack=attack,
+        attackers=attackers,
+        corrupt=corrupt,
         keep_pictures=keep_pictures,
     )
     check(schedule)

@@ -219,7 +219,8 @@ def _read(kind: Any, text: str) -> Any:
         except ValueError:
             return None
         return value if math.isfinite(value) else None
-    return text if kind is str or text in _words(kind) else None
+    value = text if kind is str or _words(kind) else _coerce(kind, parse_value(text))
+    return value if _is_one(kind, value) else None
 
 
 def _kind_in_words(kind: Any, limits: str) -> list[str]:

@@ -31,6 +31,8 @@ class Sample:
     lr: float = setting(0.1, "learning rate", gt=0, flag=True)
     batch_size: int | Literal["full"] = setting(20, "batch size", ge=1, flag="--batch-size -b")
     way: str = setting("cold", "how", flag=True, choices=("cold", "warm"))
+    deep: bool = setting(True, "whether", flag=True)
+    shape: tuple[int, ...] = setting((1,), "sizes", ge=1, flag=True)
     secret: int = setting(1, "has no flag")
 
 
@@ -52,6 +54,7 @@ def test_only_what_was_typed_arrives():
     assert call()["work"] == {}
     assert call("--lr", "0.1")["work"] == {"lr": 0.1}  # typed, though it is the default
     assert call("-b", "full", "--way=warm")["work"] == {"batch_size": "full", "way": "warm"}
+    assert call("--no-deep", "--shape", "[2, 3]")["work"] == {"deep": False, "shape": (2, 3)}
 
 
 def test_set_is_over_flags_and_flags_are_over_the_file(tmp_path: Path):
@@ -67,6 +70,7 @@ def test_set_is_over_flags_and_flags_are_over_the_file(tmp_path: Path):
         (("--lr", "0"), "--lr must be a number > 0. Got '0' instead."),
         (("-b", "half"), "--batch-size must be an int >= 1 or 'full'. Got 'half' instead."),
         (("--way", "wram"), "--way must be 'cold' or 'warm'. Got 'wram' instead. Did you mean 'warm'?"),
+        (("--shape", "[2, 0]"), "--shape must be a list, each entry an int >= 1. Got '[2, 0]' instead."),
         (("--set", "run.seed=1"), "--set takes fields of work here. Got 'run.seed=1' instead."),
     ],
 )

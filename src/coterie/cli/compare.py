@@ -12,14 +12,14 @@ from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables
 if TYPE_CHECKING:
     from coterie.cli.table import Case
 
-DEFAULT = ("local", "fedavg", "ifca", "fesem")
+DEFAULT = ["local", "fedavg", "ifca", "fesem"]
 ALL = "all"
 
 
 @takes(RunSettings, ClusterSettings, Schedule, WorkSettings, without=("algorithm", "seed"))
 def compare(
     *,
-    algorithm: MethodsFlag = None,
+    algorithm: MethodsFlag = DEFAULT,
     seeds: SeedsFlag = 1,
     tables: Tables,
     out: OutFlag = Path("runs"),
@@ -42,12 +42,11 @@ def compare(
     run_table(cases, "compare", out, name, track, json_, quiet)
 
 
-def names_of(algorithm: list[str] | None) -> list[str]:
+def names_of(algorithm: list[str]) -> list[str]:
     """The requested methods; 'all' is every registered one."""
     from coterie.methods.base import algorithms
 
-    wanted = algorithm or list(DEFAULT)
-    return list(dict.fromkeys(name for item in wanted for name in (algorithms() if item == ALL else [item])))
+    return list(dict.fromkeys(name for item in algorithm for name in (algorithms() if item == ALL else [item])))
 
 
 def run_table(

@@ -37,9 +37,12 @@ class _Value(click.ParamType):
 
 
 def _option(field: Field) -> Any:
-    show = not field.default_is
-    kind = _Value(field)
-    return typer.Option(*field.flags, help=field.sentence, metavar=kind.name, click_type=kind, show_default=show)
+    names, more = list(field.flags), dict[str, Any]()
+    if field.kind is bool:
+        names[0] += f"/--no-{names[0].removeprefix('--')}"
+    else:
+        more = {"metavar": field.metavar, "click_type": _Value(field)}
+    return typer.Option(*names, help=field.sentence, show_default=not field.default_is, **more)
 
 
 def whole(flag: str, help: str, default_is: str = "", **bounds: float) -> Any:
@@ -54,9 +57,7 @@ TrackFlag = Annotated[
 ]
 OutFlag = Annotated[Path, typer.Option(help="Folder in which run folders are created.")]
 NameFlag = Annotated[str | None, typer.Option(help="Name of the run folder.")]
-MethodsFlag = Annotated[
-    list[str] | None, typer.Option("--algorithm", "-a", help="Method, or 'all'; repeatable.", show_default=False)
-]
+MethodsFlag = Annotated[list[str], typer.Option("--algorithm", "-a", help="Method, or 'all'; repeatable.")]
 SeedsFlag = Annotated[int, whole("--seeds", "number of seeds: 0, 1, ..., N-1", ge=1)]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 _ConfigFlag = Annotated[Path | None, typer.Option(help="TOML file with the same settings; flags override it.")]
@@ -92,7 +93,8 @@ def takes(
                 add(name, hints[name], own.default)
                 continue
             for key, (_, field) in taken.items():
-                add(key, Annotated[str | None, _option(field)], None if field.default_is else field.default)
+                option, default = _option(field), None if field.default_is else field.default
+                add(key, Annotated[bool, option] if field.kind is bool else Annotated[str, option], default)
             if config:
                 add("config", _ConfigFlag, None)
             add("set_", set_flag, None)

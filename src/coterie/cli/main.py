@@ -15,7 +15,7 @@ from coterie.cli import bench, choose, compare, data, data_show, deploy, lists, 
 from coterie.errors import CoterieError
 from coterie.version import VERSION
 
-typer.core.HAS_RICH = False  # plain help: with it, typer writes "\\[default: 20]" even where markup is off
+typer.core.HAS_RICH = False  # plain help: with it, typer writes "\[default: 20]" even where markup is off
 
 app = typer.Typer(
     name="coterie",
@@ -61,28 +61,15 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = app(args=arguments, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
-    except CoterieError as error:
-        console.print(f"[bold red]error:[/] {_escaped(str(error))}")
-        sys.exit(error.exit_code)
-    except click.exceptions.Abort:
-        console.print("stopped")
-        sys.exit(130)
-    except click.ClickException as error:
-        said = error.format_message()
-        if said.startswith("Usage:"):  # without arguments, the message is the help
-            print(said)
-        else:
-            console.print(f"[bold red]error:[/] {_escaped(said)}")
-        sys.exit(2)
-    except KeyboardInterrupt:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         console.print("stopped")
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
-    except OSError as error:  # from the disk or a folder, where no better sentence was found
-        console.print(f"[bold red]error:[/] {_escaped(str(error))}")
-        sys.exit(2)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")
+    except (CoterieError, click.ClickException, OSError) as error:  # OSError: of a disk, with no better sentence
+        said = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        if said.startswith("Usage:"):  # without arguments, the message is the help
+            print(said)
+        else:
+            console.print("[bold red]error:[/] " + said.replace("[", r"\["))
+        sys.exit(error.exit_code if isinstance(error, CoterieError) else 2)

@@ -215,7 +215,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ways = plan.get("measured") or {}
         why = ", ".join(f"{name} {us:.0f}" for name, us in ways.items())
         told = f"{plan['plan']} in {plan['precision']} on {plan['device']}, {plan['chunk']} clients at a time"
-        table.add_row("engine", f"{told}  (us a client's step: {why})" if why else told)
+        table.add_row("engine", f"{told}  (microseconds per client step: {why})" if why else told)
     for repair in summary["repairs"]:
         table.add_row("repair", f"round {repair['round']}: {repair['reason']}")
     if summary.get("attack"):

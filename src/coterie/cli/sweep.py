@@ -14,6 +14,8 @@ from coterie.client.settings import WorkSettings
 from coterie.errors import ConfigError
 from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables, apply_set
 
+DEFAULT = ["fesem"]
+
 
 @takes(RunSettings, ClusterSettings, Schedule, WorkSettings, without=("algorithm", "seed"))
 def sweep(
@@ -21,7 +23,7 @@ def sweep(
     grid: Annotated[
         list[str] | None, typer.Option("--grid", "-g", help="Field and values: algorithm.prox=0,0.1,1; repeatable.")
     ] = None,
-    algorithm: MethodsFlag = None,
+    algorithm: MethodsFlag = DEFAULT,
     seeds: SeedsFlag = 1,
     tables: Tables,
     out: OutFlag = Path("runs"),
@@ -41,7 +43,7 @@ def sweep(
     axes = [parse_axis(text) for text in grid or []]
     if not axes:
         raise ConfigError("sweep needs a --grid, such as --grid algorithm.num_clusters=2,4,8.")
-    names = names_of(algorithm or ["fesem"])
+    names = names_of(algorithm)
     cases: list[Case] = []
     seen: set[str] = set()
     for seed in range(seeds):
