@@ -82,7 +82,11 @@ class Field:
         """The help line as `--help` shows it."""
         low = [("[" if sign == "ge" else "(", self.bounds[sign]) for sign in ("ge", "gt") if sign in self.bounds]
         high = [("]" if sign == "le" else ")", self.bounds[sign]) for sign in ("le", "lt") if sign in self.bounds]
-        inside = f", in {low[0][0]}{low[0][1]:g}, {high[0][1]:g}{high[0][0]}" if low and high else ""
+        inside = (
+            f", in {low[0][0]}{low[0][1]:g}, {high[0][1]:g}{high[0][0]}"
+            if low and high and float in _members(self.kind)
+            else ""
+        )
         default = f"; by default {self.default_is}" if self.default_is else ""
         return f"{self.help[:1].upper()}{self.help[1:]}{inside}{default}."
 
@@ -100,9 +104,9 @@ class Field:
 
     def _in_words(self, kinds: Iterable[Any]) -> str:
         if self.choices:
-            return _listed([f"'{choice}'" for choice in self.choices])
+            return listed([f"'{choice}'" for choice in self.choices])
         limits = " and ".join(f"{_COMPARE[sign][1]} {limit:g}" for sign, limit in self.bounds.items())
-        return _listed([part for kind in kinds for part in _kind_in_words(kind, f" {limits}" if limits else "")])
+        return listed([part for kind in kinds for part in _kind_in_words(kind, f" {limits}" if limits else "")])
 
 
 def fields_of(cls: type) -> dict[str, Field]:
@@ -232,7 +236,7 @@ def _kind_in_words(kind: Any, limits: str) -> list[str]:
     return [f"'{word}'" for word in _words(kind)] or [words.get(kind) or str(getattr(kind, "__name__", kind))]
 
 
-def _listed(parts: list[str]) -> str:
+def listed(parts: Iterable[str]) -> str:
     """The parts as an enumeration: "a, b or c"."""
     *first, last = dict.fromkeys(parts)
     return f"{', '.join(first)} or {last}" if first else last

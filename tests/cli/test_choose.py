@@ -103,7 +103,7 @@ def test_without_matplotlib_there_is_no_plot_and_it_is_said(command: Command, mo
         (("--rounds", -1), "--rounds must be an int >= 1. Got '-1' instead."),
         (("--seed", "x"), "--seed must be an int >= 0. Got 'x' instead."),
         (("--dataset", "rotated-digit"), "Did you mean 'rotated-digits'?"),
-        (("--set", "algorithm.prox=1"), "--set takes fields of work, dataset, scenario, model, engine here."),
+        (("--set", "algorithm.prox=1"), "--set takes fields of work, dataset, scenario, model or engine here."),
         (("--set", "run.rounds=1"), "Got 'run.rounds=1' instead."),
         (("--set", "nonsense"), "--set takes TABLE.FIELD=VALUE"),
         (("-o", "a-file"), "a-file is a file; name a folder to write to with -o."),

@@ -199,7 +199,7 @@ WRONG: list[tuple[tuple[Any, ...], str]] = [
     (("rotated-digits", "--set", "scenario.groups=0"), "groups of Rotated must be an int >= 1"),
     (
         ("rotated-digits", "--set", "work.lr=1"),
-        "--set takes fields of scenario, dataset here.",
+        "--set takes fields of scenario or dataset here.",
     ),
     (("rotated-digits", "--set", "groups"), "--set takes TABLE.FIELD=VALUE"),
     (("rotated-digits", "-o", "taken"), "taken is a file; name a folder to write to with -o."),

@@ -136,4 +136,4 @@ def test_without_the_extra_it_is_named(command: Command, monkeypatch: pytest.Mon
         return real(name, *more, **named)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert command("ui").error == "coterie ui needs an optional part: pip install 'coterie[ui]'."
+    assert command("ui").error == "coterie ui requires an optional dependency: pip install 'coterie[ui]'."

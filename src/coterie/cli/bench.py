@@ -33,10 +33,11 @@ def bench(
         typer.Option(help="Simulators to measure as well: pfl-research,fedlab,flower; auto: those installed; none."),
     ] = "auto",
 ) -> None:
-    """Measure the time per client step of our engine and of a plain loop with its best number of threads.
+    """Measure the time per client step, against a plain loop.
 
-    Both train the same clients on the same batches, and their mean models are compared (`difference`, relative to how
-    far training moved them). Other simulators that are installed train the same round (`make bench-peers`).
+    The loop has its best number of threads. Both train the same clients on the same batches, and their mean models are
+    compared (`difference`, relative to how far training moved them). Other simulators that are installed train the same
+    round (`make bench-peers`).
     """
     from coterie.engines.base import resolve_device
     from coterie.peers import PEERS, choose

@@ -32,7 +32,10 @@ def choose(
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Try several numbers of clusters on some clients for a few rounds, and recommend one, with the reason."""
+    """Recommend a number of clusters, with the reason.
+
+    Trains some of the clients for a few rounds with each number.
+    """
     from coterie.runs.choose_k import choose_k
     from coterie.runs.experiment import resolve
 

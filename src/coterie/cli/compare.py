@@ -28,10 +28,11 @@ def compare(
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Compare methods on the same data, initial weights, cohorts and local work; mean and deviation over seeds.
+    """Compare methods on the same data.
 
-    The table also shows what each method costs: per-sample gradients computed by clients (in millions, including
-    start and repairs), bytes down and up, bytes of the start, seconds.
+    All start from the same weights and train the same cohorts with the same local work; scores are mean and standard
+    deviation over the seeds. The table also shows what each method costs: per-sample gradients computed by clients (in
+    millions, including start and repairs), bytes down and up, bytes of the start, seconds.
     """
     from coterie.cli.table import Case
     from coterie.runs.experiment import resolve_each

@@ -49,7 +49,7 @@ def fetch(
 
 @data_app.command("list")
 def list_data(data_dir: FolderFlag = None, json_: JsonFlag = False) -> None:
-    """List the datasets that can be stored: which are, in which format, and how large."""
+    """List the stored datasets, and those that can be fetched."""
     from coterie.data.sources.stored import data_folder
 
     folder = data_folder(data_dir)

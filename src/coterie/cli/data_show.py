@@ -1,4 +1,4 @@
-"""`coterie data show`: who holds what, as numbers, pictures and one page, before anything is trained."""
+"""`coterie data show`: how a dataset is partitioned, in numbers, pictures and one page, before any training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def show(
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Show how the data is partitioned: numbers, label-by-client chart, sample pictures, and a page of them."""
+    """Show how the data is partitioned. Writes numbers, a label-by-client chart, sample pictures and a page of them."""
     from coterie.runs.experiment import resolve
 
     # FedAvg takes any number of clients; nothing is trained.

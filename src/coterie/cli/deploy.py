@@ -20,7 +20,7 @@ def init(
     name: Annotated[str | None, typer.Option(help="Name of the app; by default the folder's.")] = None,
     nodes: Annotated[int, whole("--nodes", "number of sites", ge=1)] = 4,
 ) -> None:
-    """Create a Flower app; fill in sites/task.py (the network and a site's data) to run it."""
+    """Create a Flower app. Fill in sites/task.py (the network and a site's data) to run it."""
     from coterie.deploy.init import write_app
 
     made = write_app(folder, name, nodes)
@@ -37,7 +37,10 @@ def keys(
     ] = None,
     days: Annotated[int, whole("--days", "days until the certificates expire", ge=1)] = 90,
 ) -> None:
-    """Create a CA, a server certificate and a key for each site, for a trial; existing keys are kept."""
+    """Create keys and certificates for a trial.
+
+    Makes a CA, a server certificate and a key for each site; existing keys are kept.
+    """
     try:
         import cryptography  # noqa: F401
     except ImportError as error:

@@ -20,7 +20,7 @@ import typer
 from click.core import ParameterSource
 
 from coterie.runs.settings import TABLES, Tables, apply_set, merge, read_tables
-from coterie.settings import Field, fields_of
+from coterie.settings import Field, fields_of, listed
 
 Group = type | tuple[Any, ...]  # a settings class, or the class and the names of the fields that are taken
 Command = Callable[..., None]
@@ -77,7 +77,7 @@ def takes(
         for name, field in fields_of(cls).items():
             if field.flags and name not in without and (not names or name in names):
                 taken[name] = (cls.table, field)
-    which = "any field" if settable is TABLES else f"a field of {' or '.join(settable)}"
+    which = "any field" if settable is TABLES else f"a field of {listed(settable)}"
     example = "algorithm.prox=0.1" if settable is TABLES else f"{settable[0]}.FIELD=VALUE"
     set_flag = Annotated[list[str] | None, typer.Option("--set", help=f"Set {which}: {example}; repeatable.")]
 

@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 _SHOWN = 40
 
 
-@takes((RunSettings, "dataset", "scenario", "clients", "data_dir"), settable=("dataset", "scenario"), config=False)
+@takes((RunSettings, "scenario", "clients", "data_dir"), settable=("dataset", "scenario"), config=False)
 def onboard(
     *,
     path: RunArgument,
+    dataset: Annotated[
+        str | None,
+        typer.Option("--dataset", "-d", help="Data of the new clients: named dataset, or your own .npz file."),
+    ] = None,
     tables: Tables,
     seed: Annotated[int | None, whole("--seed", "seed of the new clients", "the run's seed + 1", ge=0)] = None,
     name: Annotated[
@@ -37,8 +41,8 @@ def onboard(
     ] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Bring new clients into a finished run: each is assigned by the run's own rule, adapted and evaluated."""
-    if "dataset" not in tables["run"]:
+    """Bring new clients into a finished run. Each is assigned by the run's own rule, adapted and evaluated."""
+    if dataset is None:
         raise ConfigError("onboard needs the data of the new clients: --dataset NAME, or a path to your own .npz file.")
     from coterie.runs.execution import open_run
     from coterie.runs.experiment import resolve
@@ -47,7 +51,7 @@ def onboard(
     result = open_run(path)
     run = result.settings["run"]
     # Only the data is needed: FedAvg requires neither a number of clients nor samples on the server.
-    own = {"algorithm": "fedavg", "seed": run["seed"] + 1 if seed is None else seed}
+    own = {"algorithm": "fedavg", "dataset": dataset, "seed": run["seed"] + 1 if seed is None else seed}
     given = {"data_dir": run["data_dir"]} if "data_dir" in run else {}
     experiment = resolve(merge({"run": given}, tables, {"run": own}))
     newcomers = result.onboard(like_the_run(experiment.federation(), result.federation))
@@ -131,7 +135,7 @@ def export(
     ] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Write one model of a finished run as a plain state_dict (safetensors), to load into your own module."""
+    """Export one model of a finished run. It is a plain state_dict (safetensors), to load into your own module."""
     if (client is None) == (cluster is None):
         raise ConfigError("export needs one of --client NAME and --cluster K.")
     from coterie.runs.execution import open_run

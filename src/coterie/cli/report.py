@@ -32,7 +32,7 @@ def report(
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Write an HTML report of one or more runs: a single file that needs no network."""
+    """Write an HTML report of one or more runs. It is a single file and needs no network."""
     from coterie.runs.reading import read_run
     from coterie.views.report.page import write_report
 

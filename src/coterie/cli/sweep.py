@@ -32,10 +32,10 @@ def sweep(
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Run every combination of the --grid values, for each method and seed; one row per combination.
+    """Run every combination of the --grid values.
 
-    Fields are those of --set: run.participation=0.1,0.5 or scenario.alpha=1,10 or work.lr=0.05,0.1. A method without
-    the swept field has one row.
+    Each is run with every method and seed, and is a row of the table. Fields are those of --set: work.lr=0.05,0.1 or
+    run.participation=0.1,0.5 or scenario.alpha=1,10. A method without the swept field has one row.
     """
     from coterie.cli.table import Case
     from coterie.runs.experiment import resolve_each

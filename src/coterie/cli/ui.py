@@ -22,13 +22,14 @@ _SHORTEST = 16  # characters of a token
 def ui(
     runs: Annotated[Path | None, typer.Argument(help="Folder of runs; by default 'runs'.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; other machines need a token.")] = "127.0.0.1",
-    port: Annotated[int, whole("--port", "port; 0 is any free port", ge=0, le=65535)] = 8642,
+    port: Annotated[int, whole("--port", "port, or 0 for any free port", ge=0, le=65535)] = 8642,
     with_token: Annotated[bool, typer.Option("--with-token", help="Require a token on this machine, too.")] = False,
 ) -> None:
-    """Serve a folder of runs: list, live pages, comparisons. By default only to this machine.
+    """Serve a folder of runs to a browser.
 
-    Other machines (--host 0.0.0.0) need a token: that of the variable COTERIE_UI_TOKEN, or a generated one, which is
-    printed. The traffic is not encrypted: put the server behind TLS or a tunnel.
+    It has a list, live pages and comparisons. By default only this machine can connect. Others (--host 0.0.0.0) need a
+    token: that of the variable COTERIE_UI_TOKEN, or a generated one, which is printed. The traffic is not encrypted:
+    put the server behind TLS or a tunnel.
     """
     try:
         import uvicorn

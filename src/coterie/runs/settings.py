@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from coterie.engines import ENGINES
 from coterie.errors import ConfigError, UnknownName
-from coterie.settings import build, fields_of, parse_value, setting
+from coterie.settings import build, fields_of, listed, parse_value, setting
 
 TABLES = ("run", "algorithm", "work", "dataset", "scenario", "model", "engine")
 Tables = dict[str, dict[str, Any]]
@@ -51,7 +51,7 @@ class ClusterSettings:
 
     num_clusters: int | Literal["auto"] | None = setting(
         None,
-        "number of clusters K, or auto: chosen by choose-k before the run",
+        "number of clusters K; auto (only in run) chooses it as choose-k does",
         ge=1,
         flag="--clusters -k",
         default_is="the method's",
@@ -115,7 +115,7 @@ def apply_set(tables: Tables, assignments: Iterable[str], allowed: Sequence[str]
         if table not in TABLES:
             raise UnknownName("--set table", table, TABLES)
         if table not in allowed:
-            raise ConfigError(f"--set takes fields of {', '.join(allowed)} here. Got '{text}' instead.")
+            raise ConfigError(f"--set takes fields of {listed(allowed)} here. Got '{text}' instead.")
         merged[table][key] = parse_value(value.strip())
     return merged
 
