@@ -124,7 +124,7 @@ for arguments in {commands!r}:
         main(arguments)
     except SystemExit:
         pass
-    assert "torch" not in sys.modules, arguments
+    assert not {{"torch", "sklearn", "scipy"}} & set(sys.modules), arguments
 """
 
 
