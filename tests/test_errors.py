@@ -88,7 +88,7 @@ def test_nearest_name(typed, known, nearest):
 def test_missing_extra_says_what_to_install():
     error = MissingExtra("The report", "report")
     assert error.extra == "report"
-    assert str(error) == "The report needs an optional part: pip install 'coterie[report]'."
+    assert str(error) == "The report requires an optional dependency: pip install 'coterie[report]'."
 
 
 def test_storage_error_reads_as_its_sentence():

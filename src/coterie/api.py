@@ -15,10 +15,10 @@ from coterie.nets.registry import Builder
 from coterie.runs import execution
 from coterie.runs import result as results
 from coterie.runs.execution import execute
-from coterie.runs.experiment import Experiment, merge, resolve
+from coterie.runs.experiment import Experiment, resolve
 from coterie.runs.folder import RunFolder
-from coterie.runs.loop import Schedule
 from coterie.runs.observers import Listener
+from coterie.runs.settings import Schedule, merge
 from coterie.settings import check
 
 
@@ -81,7 +81,16 @@ def run(
     torch.Size([1, 10])
     """
     schedule = Schedule(
-        *(rounds, participation, seed, evaluate_every, checkpoint_every, unseen, dropout, attack, attackers, corrupt),
+        rounds=rounds,
+        participation=participation,
+        seed=seed,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+        unseen=unseen,
+        dropout=dropout,
+        attack=attack,
+        attackers=attackers,
+        corrupt=corrupt,
         keep_pictures=keep_pictures,
     )
     check(schedule)

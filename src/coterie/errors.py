@@ -60,11 +60,11 @@ class EngineError(CoterieError, RuntimeError):
 
 
 class MissingExtra(CoterieError, ImportError):
-    """An optional part is not installed."""
+    """An optional dependency is not installed."""
 
     def __init__(self, what: str, extra: str) -> None:
         self.extra = extra
-        super().__init__(f"{what} needs an optional part: pip install 'coterie[{extra}]'.")
+        super().__init__(f"{what} requires an optional dependency: pip install 'coterie[{extra}]'.")
 
 
 class RunError(CoterieError):

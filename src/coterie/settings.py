@@ -1,7 +1,9 @@
-"""Hyperparameters: every field has a default, a help line and a bound; one place checks them all.
+"""Settings: one declaration gives a field its default, its help, its bounds and its command-line flag.
 
 A settings class is a frozen dataclass whose fields are made with `setting(...)`. Constructors only store;
-`check(obj)` is called once before the work starts and says one sentence about the first bad value.
+`check(obj)` is called once before the work starts and raises one sentence about the first bad value. A field can
+always be set with `--set TABLE.FIELD=VALUE` and in a TOML file; with `flag`, every command that takes its class has
+the flag as well (see `coterie.cli.flags`).
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ import operator
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
-from coterie.errors import ConfigError, UnknownName
+from coterie.errors import ConfigError, UnknownName, nearest_name
 
 S = TypeVar("S")
 
@@ -35,43 +37,95 @@ def setting(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
+    flag: bool | str = False,
+    choices: Iterable[str] = (),
+    default_is: str = "",
 ) -> Any:
-    """A dataclass field with a help line and, for numbers, bounds (which do not apply to words)."""
-    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "lt": lt}
-    return dataclasses.field(default=default, metadata=metadata)
+    """A dataclass field with a help line and, for numbers, bounds (which do not apply to words).
+
+    `flag=True` gives it a flag of its own name, `flag="--clusters -k"` flags of other names. `choices` are the names a
+    word can be, where they are not known to its type. `default_is` describes a default that is not a fixed value.
+    """
+    limits = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+    more = {"flag": flag, "choices": tuple(choices), "default_is": default_is}
+    return dataclasses.field(default=default, metadata={"help": help, **limits, **more})
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One hyperparameter as it is shown and checked."""
+    """One setting as it is shown, read and checked."""
 
     name: str
     kind: Any
     default: Any
     help: str
     bounds: Mapping[str, float]
+    flags: tuple[str, ...] = ()  # such as ("--clusters", "-k"); empty: no flag
+    choices: tuple[str, ...] = ()
+    default_is: str = ""
 
     @property
     def expected(self) -> str:
         """The allowed values in words: "an int >= 1"."""
+        return self._in_words(_members(self.kind))
+
+    @property
+    def metavar(self) -> str:
+        """The type as `--help` shows it: INTEGER, FLOAT, TEXT or [one|other]."""
+        kinds = [kind for kind in _members(self.kind) if kind is not type(None)]
+        words = [word for kind in kinds for word in _words(kind)] + list(self.choices)
+        names = [{int: "INTEGER", float: "FLOAT"}[kind] for kind in kinds if kind in (int, float)]
+        return "|".join([*names, *words]) if names else f"[{'|'.join(words)}]" if words else "TEXT"
+
+    @property
+    def sentence(self) -> str:
+        """The help line as `--help` shows it."""
+        low = [("[" if sign == "ge" else "(", self.bounds[sign]) for sign in ("ge", "gt") if sign in self.bounds]
+        high = [("]" if sign == "le" else ")", self.bounds[sign]) for sign in ("le", "lt") if sign in self.bounds]
+        inside = (
+            f", in {low[0][0]}{low[0][1]:g}, {high[0][1]:g}{high[0][0]}"
+            if low and high and float in _members(self.kind)
+            else ""
+        )
+        default = f"; by default {self.default_is}" if self.default_is else ""
+        return f"{self.help[:1].upper()}{self.help[1:]}{inside}{default}."
+
+    def parse(self, text: str) -> Any:
+        """The value of a flag, or one sentence about what was typed instead."""
+        members = [kind for kind in _members(self.kind) if kind is not type(None)]
+        for kind in members:
+            value = _read(kind, text)
+            if value is not None and _within(self.bounds, value) and (not self.choices or value in self.choices):
+                return value
+        words = [word for kind in members for word in _words(kind)] + list(self.choices)
+        nearest = nearest_name(text, words)
+        hint = f" Did you mean '{nearest}'?" if nearest else ""
+        raise ConfigError(f"{self.flags[0]} must be {self._in_words(members)}. Got '{text}' instead.{hint}")
+
+    def _in_words(self, kinds: Iterable[Any]) -> str:
+        if self.choices:
+            return listed([f"'{choice}'" for choice in self.choices])
         limits = " and ".join(f"{_COMPARE[sign][1]} {limit:g}" for sign, limit in self.bounds.items())
-        return _kind_in_words(self.kind, f" {limits}" if limits else "")
+        return listed([part for kind in kinds for part in _kind_in_words(kind, f" {limits}" if limits else "")])
 
 
 def fields_of(cls: type) -> dict[str, Field]:
-    """The hyperparameters of a settings class, in order."""
+    """The settings of a class, in order."""
     hints = typing.get_type_hints(cls)
     found = {}
     for item in dataclasses.fields(cls):
         if "help" not in item.metadata:
             continue
-        bounds = {sign: item.metadata[sign] for sign in _COMPARE if item.metadata[sign] is not None}
-        found[item.name] = Field(item.name, hints[item.name], item.default, item.metadata["help"], bounds)
+        told = item.metadata
+        bounds = {sign: told[sign] for sign in _COMPARE if told[sign] is not None}
+        flags = f"--{item.name.replace('_', '-')}" if told["flag"] is True else told["flag"] or ""
+        more = (tuple(flags.split()), told["choices"], told["default_is"])
+        found[item.name] = Field(item.name, hints[item.name], item.default, told["help"], bounds, *more)
     return found
 
 
 def check(obj: Any) -> None:
-    """Raise a ConfigError about the first field of `obj` that has a value it cannot have."""
+    """Raise a ConfigError about the first field of `obj` whose value is not allowed."""
     owner = type(obj).__name__
     for field in fields_of(type(obj)).values():
         value = getattr(obj, field.name)
@@ -80,9 +134,9 @@ def check(obj: Any) -> None:
 
 
 def build(cls: type[S], values: Mapping[str, Any], prefix: str) -> S:
-    """Make a settings object from named values; unknown names are refused with the nearest one.
+    """Make a settings object from named values; an unknown name is an error that suggests the nearest one.
 
-    `prefix` is how the user writes the fields (`algorithm`, `scenario`, `engine`, `model`).
+    `prefix` is the table that the user writes before the field (`algorithm`, `scenario`, `engine`, `model`).
     """
     fields = fields_of(cls)
     for name in values:
@@ -94,13 +148,13 @@ def build(cls: type[S], values: Mapping[str, Any], prefix: str) -> S:
 
 
 def values_of(obj: Any) -> dict[str, Any]:
-    """The hyperparameters of `obj` as plain values, None left out (TOML has no null)."""
+    """The settings of `obj` as plain values, without those that are None (TOML has no null)."""
     pairs = ((name, getattr(obj, name)) for name in fields_of(type(obj)))
     return {name: list(v) if isinstance(v, tuple) else v for name, v in pairs if v is not None}
 
 
 def parse_value(text: str) -> Any:
-    """The value a user typed after `=`: a TOML value if it is one, else the text itself.
+    """The value that a user typed after `=`: a TOML value if it is one, otherwise the text itself.
 
     >>> parse_value("3"), parse_value("0.5"), parse_value("true"), parse_value("head"), parse_value("[1, 2]")
     (3, 0.5, True, 'head', [1, 2])
@@ -113,7 +167,7 @@ def parse_value(text: str) -> Any:
 
 
 def _coerce(kind: Any, value: Any) -> Any:
-    """Numbers typed without a point become floats where floats are meant; lists become tuples."""
+    """Integers become floats where a float is expected; lists become tuples."""
     if isinstance(value, list):
         return tuple(value)
     members = _members(kind)
@@ -157,16 +211,32 @@ def _within(bounds: Mapping[str, float], value: Any) -> bool:
     return all(bool(_COMPARE[sign][0](value, limit)) for sign, limit in bounds.items())
 
 
-def _kind_in_words(kind: Any, limits: str) -> str:
-    words = {bool: "true or false", str: "a word", type(None): "nothing"}
+def _words(kind: Any) -> tuple[str, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+
+
+def _read(kind: Any, text: str) -> Any:
+    """The text as a value of that kind; None if it is not one."""
+    if kind in (int, float):
+        try:
+            value = kind(text)
+        except ValueError:
+            return None
+        return value if math.isfinite(value) else None
+    value = text if kind is str or _words(kind) else _coerce(kind, parse_value(text))
+    return value if _is_one(kind, value) else None
+
+
+def _kind_in_words(kind: Any, limits: str) -> list[str]:
     numbers = {int: f"an int{limits}", float: f"a number{limits}"}
-    parts: list[str] = []
-    for member in _members(kind):
-        if typing.get_origin(member) is Literal:
-            parts.extend(f"'{choice}'" for choice in typing.get_args(member))
-        elif typing.get_origin(member) is tuple:
-            inner = typing.get_args(member)[0]
-            parts.append(f"a list, each entry {numbers.get(inner) or words.get(inner, inner)}")
-        else:
-            parts.append(numbers.get(member) or words.get(member) or str(getattr(member, "__name__", member)))
-    return " or ".join(dict.fromkeys(parts))
+    words = {**numbers, bool: "true or false", str: "a string", type(None): "None"}
+    if typing.get_origin(kind) is tuple:
+        inner = typing.get_args(kind)[0]
+        return [f"a list, each entry {words.get(inner, inner)}"]
+    return [f"'{word}'" for word in _words(kind)] or [words.get(kind) or str(getattr(kind, "__name__", kind))]
+
+
+def listed(parts: Iterable[str]) -> str:
+    """The parts as an enumeration: "a, b or c"."""
+    *first, last = dict.fromkeys(parts)
+    return f"{', '.join(first)} or {last}" if first else last

@@ -98,12 +98,12 @@ def test_without_matplotlib_there_is_no_plot_and_it_is_said(command: Command, mo
             "The largest K must be at most the number of clients looked at, 4. Got 5 instead.",
         ),
         (("--from", 0), "--from must be an int >= 1. Got '0' instead."),
-        (("--to", "many"), "--to must be an int. Got 'many' instead."),
+        (("--to", "many"), "--to must be an int >= 1. Got 'many' instead."),
         (("--sample", 0), "--sample must be an int >= 1. Got '0' instead."),
         (("--rounds", -1), "--rounds must be an int >= 1. Got '-1' instead."),
-        (("--seed", "x"), "--seed must be an int. Got 'x' instead."),
+        (("--seed", "x"), "--seed must be an int >= 0. Got 'x' instead."),
         (("--dataset", "rotated-digit"), "Did you mean 'rotated-digits'?"),
-        (("--set", "algorithm.prox=1"), "--set takes fields of work, dataset, scenario, model, engine here."),
+        (("--set", "algorithm.prox=1"), "--set takes fields of work, dataset, scenario, model or engine here."),
         (("--set", "run.rounds=1"), "Got 'run.rounds=1' instead."),
         (("--set", "nonsense"), "--set takes TABLE.FIELD=VALUE"),
         (("-o", "a-file"), "a-file is a file; name a folder to write to with -o."),
@@ -142,7 +142,7 @@ def test_a_resumed_run_does_not_choose_again(command: Command, monkeypatch: pyte
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("chosen again")
 
-    monkeypatch.setattr("coterie.cli.run.choose_k", refuse)
+    monkeypatch.setattr("coterie.runs.choose_k.choose_k", refuse)
     again = command("resume", "runs/one", "--json").json
     assert {k: v for k, v in again.items() if k != "seconds"} == {k: v for k, v in whole.items() if k != "seconds"}
     assert len(again["notes"]) == 1
@@ -163,6 +163,6 @@ def test_auto_with_a_method_without_clusters_is_not_used(command: Command):
 
 
 def test_other_words_are_refused_and_compare_has_no_auto(command: Command):
-    assert command("run", "--clusters", "many").error == "--clusters must be an int. Got 'many' instead."
+    assert command("run", "--clusters", "many").error == "--clusters must be an int >= 1 or 'auto'. Got 'many' instead."
     said = command("compare", "-a", "fesem", "--clusters", "auto").error
     assert said == "num_clusters of FeSEM must be an int >= 1. Got 'auto' instead."

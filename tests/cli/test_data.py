@@ -58,14 +58,14 @@ def test_fetch(command: Command, folder: Path):
     assert not done.json["already"]
     again = command("data", "fetch", "usps")
     assert again.code == 0
-    assert "is already there, checksum right." in again.out
+    assert "is already stored, checksum correct." in again.out
     assert command("data", "fetch", "usps", "--force", "--json").json == done.json
 
 
 @pytest.mark.usefixtures("hub")
 def test_fetch_into_another_folder(command: Command, tmp_path: Path):
     done = command("data", "fetch", "mnist", "--data-dir", tmp_path / "other")
-    assert "is fetched, sha256 " in done.out
+    assert "fetched, sha256 " in done.out
     assert (tmp_path / "other" / "mnist.npz").is_file()
 
 

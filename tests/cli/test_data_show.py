@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coterie.cli import data_show
+from coterie.cli.output import file_stem
 from coterie.runs.experiment import merge, resolve
 
 from .conftest import Command
@@ -192,12 +192,15 @@ WRONG: list[tuple[tuple[Any, ...], str]] = [
     (("rotated-digit",), "There is no dataset 'rotated-digit'. Did you mean 'rotated-digits'?"),
     (("missing.npz",), "There is no file missing.npz."),
     (("rotated-digits", "--scenario", "rotatd"), "There is no scenario 'rotatd'. Did you mean 'rotated'?"),
-    (("rotated-digits", "--clients", "many"), "--clients must be an int. Got 'many' instead."),
-    (("rotated-digits", "--clients", 0), "clients must be an int >= 1. Got 0 instead."),
-    (("rotated-digits", "--seed", "x"), "--seed must be an int. Got 'x' instead."),
+    (("rotated-digits", "--clients", "many"), "--clients must be an int >= 1. Got 'many' instead."),
+    (("rotated-digits", "--clients", 0), "--clients must be an int >= 1. Got '0' instead."),
+    (("rotated-digits", "--seed", "x"), "--seed must be an int >= 0. Got 'x' instead."),
     (("rotated-digits", "--set", "scenario.grups=2"), "Did you mean 'groups'?"),
     (("rotated-digits", "--set", "scenario.groups=0"), "groups of Rotated must be an int >= 1"),
-    (("rotated-digits", "--set", "work.lr=1"), "--set takes scenario.FIELD=VALUE or dataset.FIELD=VALUE here."),
+    (
+        ("rotated-digits", "--set", "work.lr=1"),
+        "--set takes fields of scenario or dataset here.",
+    ),
     (("rotated-digits", "--set", "groups"), "--set takes TABLE.FIELD=VALUE"),
     (("rotated-digits", "-o", "taken"), "taken is a file; name a folder to write to with -o."),
     ((), "Missing argument 'NAME'."),
@@ -212,6 +215,6 @@ def test_wrong_input_is_one_sentence_and_nothing_is_written(show: Command, argum
 
 
 def test_the_folder_of_a_name_is_a_plain_name():
-    assert data_show._folder(None, "a/b c.npz") == Path("data-b-c")
-    assert data_show._folder(None, "femnist") == Path("data-femnist")
-    assert data_show._folder(None, "/x/...npz") == Path("data-own")
+    assert file_stem("a/b c.npz") == "b-c"
+    assert file_stem("femnist") == "femnist"
+    assert file_stem("/x/...npz") == "own"

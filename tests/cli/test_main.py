@@ -60,7 +60,7 @@ def test_without_arguments_the_verbs_are_shown_and_no_empty_error(command: Comma
         (["run", "extra"], "unexpected extra argument (extra)"),
         (["run", "--rounds"], "'--rounds' requires an argument"),
         (["list"], "Missing argument 'WHAT'"),
-        (["resume"], "Missing argument 'PATH'"),
+        (["resume"], "Missing argument 'RUN'"),
         (["show", "a", "b"], "unexpected extra argument (b)"),
     ],
 )
@@ -110,6 +110,40 @@ def test_errors_of_the_program_itself_are_not_hidden(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cli, "app", fail)
     with pytest.raises(ZeroDivisionError):
         cli.main([])
+
+
+# ---- help is instant ----
+
+WITHOUT_TORCH = [["--help"], ["--version"], ["run", "--help"], ["compare", "--help"], ["data", "show", "--help"]]
+WITHOUT_TORCH += [["run", "--roundz", "3"], ["run", "--rounds", "x"], ["rnu"], []]
+ASK = """
+import sys
+from coterie.cli.main import main
+for arguments in {commands!r}:
+    try:
+        main(arguments)
+    except SystemExit:
+        pass
+    assert not {{"torch", "sklearn", "scipy"}} & set(sys.modules), arguments
+"""
+
+
+def test_help_and_wrong_flags_import_no_torch():
+    code = ASK.format(commands=WITHOUT_TORCH)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_shows_type_default_and_choices(command: Command):
+    shown = " ".join(command("run", "--help").out.split())
+    for said in (
+        "--rounds INTEGER Number of rounds. [default: 20]",
+        "--attack [none|sign_flip|gaussian|label_flip] Simulated attack. [default: none]",
+        "--lr FLOAT Learning rate; by default the dataset's.",
+        "--batch-size INTEGER|full",
+        "-k, --clusters INTEGER|auto",
+    ):
+        assert said in shown
 
 
 # ---- `python -m coterie` is `coterie` ----

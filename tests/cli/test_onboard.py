@@ -101,10 +101,13 @@ def test_one_newcomer_is_enough(command: Command, runs: Path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "--dataset says whose data the new clients have"),
+        ((), "onboard needs the data of the new clients: --dataset NAME"),
         (("--dataset", "rotatd-digits"), "Did you mean 'rotated-digits'?"),
-        (("--dataset", "digits", "--clients", "x"), "--clients must be an int. Got 'x' instead."),
-        (("--dataset", "digits", "--set", "work.lr=1"), "onboard takes --set dataset.FIELD and scenario.FIELD"),
+        (("--dataset", "digits", "--clients", "x"), "--clients must be an int >= 1. Got 'x' instead."),
+        (
+            ("--dataset", "digits", "--set", "work.lr=1"),
+            "--set takes fields of dataset or scenario here.",
+        ),
         (("--dataset", "synthetic"), "the run was trained on (1, 8, 8)"),
         (("--dataset", "none.npz"), "There is no file none.npz."),
     ],
@@ -158,8 +161,8 @@ def test_export_a_client_that_was_held_out(command: Command, runs: Path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "Say which model: either --client NAME or --cluster K."),
-        (("--client", "r000-000", "--cluster", "1"), "Say which model: either --client NAME or --cluster K."),
+        ((), "export needs one of --client NAME and --cluster K."),
+        (("--client", "r000-000", "--cluster", "1"), "export needs one of --client NAME and --cluster K."),
         (
             ("--client", "r000_000"),
             "There is no client 'r000_000'; clients are r000-000 ... r270-004. Did you mean 'r000-000'?",
@@ -206,6 +209,5 @@ def test_dropout_is_counted(command: Command):
 
 @pytest.mark.parametrize("flag", ["--unseen", "--dropout"])
 def test_shares_are_refused_in_one_sentence(command: Command, flag: str):
-    name = flag.removeprefix("--")
-    assert command("run", flag, "1").error == f"{name} of Schedule must be a number >= 0 and < 1. Got 1.0 instead."
-    assert command("run", flag, "many").error == f"{flag} must be a number. Got 'many' instead."
+    assert command("run", flag, "1").error == f"{flag} must be a number >= 0 and < 1. Got '1' instead."
+    assert command("run", flag, "many").error == f"{flag} must be a number >= 0 and < 1. Got 'many' instead."

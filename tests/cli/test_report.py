@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from coterie.runs.experiment import merge, read_tables, resolve
+from coterie.runs.experiment import resolve
 from coterie.runs.reading import read_run
+from coterie.runs.settings import merge, read_tables
 from coterie.views.report.payload import run_payload
 from tests.views.report.made import make_run
 
@@ -98,7 +99,7 @@ def test_a_damaged_run_among_others_is_left_out_and_told(command: Command, tmp_p
     (make_run(tmp_path / "x", "bad") / "summary.json").write_text("{")
     done = command("report", "x", "-o", "page.html", "--no-tsne")
     assert done.code == 0
-    assert "left out: x/bad/summary.json is damaged" in done.err
+    assert "skipped: x/bad/summary.json is damaged" in done.err
     told = command("report", "x", "-o", "page.html", "--no-tsne", "--json").json
     assert told["runs"] == 1
     assert told["damaged"][0]["path"] == "x/bad"
@@ -110,7 +111,7 @@ def test_wrong_input_is_one_sentence(command: Command, tmp_path: Path):
     Path("file").write_text("")
     assert command("report", "file").error == "file is a file; name a run folder."
     Path("empty").mkdir()
-    assert command("report", "empty").error == "empty is not a run folder, and there is none inside."
+    assert command("report", "empty").error == "empty is not a run folder and contains none."
     make_run(tmp_path, "a")
     Path("blocked").write_text("")
     assert "cannot be written" in command("report", "a", "-o", "blocked/page.html", "--no-tsne").error

@@ -320,7 +320,7 @@ def test_set_in_a_wrong_form(command: Command, text: str):
         ("scenario.groups=0", "Got 0 instead."),
         ("scenario.valid=1", "Got 1.0 instead."),
         ("run.loss=nowhere:loss", "loss nowhere:loss cannot be imported"),
-        ("run.data_dir=3", "data_dir must be a name. Got 3 instead."),
+        ("run.data_dir=3", "data_dir of RunSettings must be a string or None. Got 3 instead."),
     ],
 )
 def test_set_to_what_cannot_be(command: Command, assignment: str, said: str):
@@ -337,7 +337,7 @@ def test_set_to_what_cannot_be(command: Command, assignment: str, said: str):
         ("[work]\nlr = nan\n", "lr of SGD must be a number > 0. Got nan instead."),
         ("[work]\nbatch_size = 'half'\n", "Got 'half' instead."),
         ("[run]\nrounds = 'ten'\n", "rounds of Schedule must be an int >= 1. Got 'ten' instead."),
-        ("[run]\nalgorithm = 3\n", "algorithm must be a name. Got 3 instead."),
+        ("[run]\nalgorithm = 3\n", "algorithm of RunSettings must be a string. Got 3 instead."),
         ("run = 3\n", "must be a table: [run]"),
         (None, "There is no config file e.toml."),
     ],
@@ -524,7 +524,7 @@ def stopped(command: Command, kept: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
             stop_after(patch, 3)
             done = command(*LONG, "a")
         assert done.code == 130
-        assert done.err == "error: Stopped after round 3 of 5. Go on with 'coterie resume runs/a'.\n"
+        assert done.err == "error: Stopped after round 3 of 5. Resume with 'coterie resume runs/a'.\n"
         shutil.copytree("runs/a", kept / "stopped")
         shutil.rmtree("runs/a")
     shutil.copytree(kept / "stopped", "runs/a")
@@ -559,7 +559,7 @@ def test_a_finished_run_says_so_and_is_left_alone(command: Command):
     before = {p: p.stat().st_mtime_ns for p in Path("runs/a").rglob("*")}
     done = command("resume", "runs/a")
     assert done.code == 0
-    assert "runs/a already has its result: 2 rounds; nothing to do." in done.err
+    assert "runs/a is already finished: 2 rounds; nothing to do." in done.err
     assert "accuracy" in done.out
     assert command("resume", "runs/a", "--json").json == first.json
     assert {p: p.stat().st_mtime_ns for p in Path("runs/a").rglob("*")} == before
@@ -579,7 +579,7 @@ def test_show_on_a_run_that_is_not_finished(command: Command, stopped: Path):
     said, numbers, way_out = done.out.splitlines()
     assert said == "runs/a: fesem on rotated-digits, not finished: round 3 of 5."
     assert re.fullmatch(r"accuracy \d\d\.\d\d  sizes 2 2 2 2", numbers)
-    assert way_out == "Go on with 'coterie resume runs/a'."
+    assert way_out == "Resume with 'coterie resume runs/a'."
     found = command("show", stopped, "--json").json
     assert (found["finished"], found["rounds_done"], found["last"]["round"]) == (False, 3, 3)
 
@@ -662,7 +662,7 @@ def test_data_that_has_changed_is_refused(command: Command, monkeypatch: pytest.
 def test_a_run_from_python_is_resumed_from_python(command: Command, stopped: Path):
     config = stopped / "config.toml"
     config.write_text(config.read_text().replace("[run]\n", "[run]\nfrom_python = true\n"))
-    assert "was started from Python with objects of its own; resume it from there" in command("resume", stopped).error
+    assert "was started from Python with its own objects; resume it from there" in command("resume", stopped).error
 
 
 def test_a_full_disk_while_checkpointing_keeps_the_checkpoint_before(
@@ -761,7 +761,7 @@ def test_a_process_that_runs_holds_its_folder_and_ctrl_c_stops_it(command: Comma
     assert "Traceback" not in err
     *_, last = err.splitlines()
     stopped_after = re.fullmatch(
-        r"error: Stopped after round (\d+) of 5000\. Go on with 'coterie resume runs/a'\.", last
+        r"error: Stopped after round (\d+) of 5000\. Resume with 'coterie resume runs/a'\.", last
     )
     assert stopped_after is not None, err
     done = int(stopped_after[1])

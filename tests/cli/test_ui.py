@@ -108,7 +108,7 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch):
     assert one != other
     monkeypatch.setenv("COTERIE_UI_TOKEN", "short")
     assert token_for("localhost", False) is None
-    with pytest.raises(ConfigError, match="must have at least 16 letters"):
+    with pytest.raises(ConfigError, match="must have at least 16 characters"):
         token_for("localhost", True)
 
 
@@ -116,14 +116,14 @@ def test_wrong_input_is_one_sentence(command: Command, tmp_path: Path):
     assert command("ui", "nowhere").error == "There is no folder nowhere."
     Path("file").write_text("")
     assert command("ui", "file").error == "file is a file; name a folder of runs."
-    assert command("ui", "--port", "http").error == "--port must be an int. Got 'http' instead."
+    assert command("ui", "--port", "http").error == "--port must be an int >= 0 and <= 65535. Got 'http' instead."
     assert command("ui", "--port", "70000").error == "--port must be an int >= 0 and <= 65535. Got '70000' instead."
     assert "There is no address no.such.host.invalid" in command("ui", "--host", "no.such.host.invalid").error
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         said = command("ui", "--port", str(taken.getsockname()[1])).error
-        assert "cannot be had" in said
+        assert "is not available" in said
         assert "choose another --port" in said
 
 
@@ -136,4 +136,4 @@ def test_without_the_extra_it_is_named(command: Command, monkeypatch: pytest.Mon
         return real(name, *more, **named)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert command("ui").error == "coterie ui needs an optional part: pip install 'coterie[ui]'."
+    assert command("ui").error == "coterie ui requires an optional dependency: pip install 'coterie[ui]'."

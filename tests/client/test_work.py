@@ -185,7 +185,7 @@ def test_unknown_work():
         (SGD(momentum=1.0), "momentum of SGD must be a number >= 0 and < 1. Got 1.0 instead."),
         (SGD(weight_decay=-1.0), "weight_decay of SGD must be a number >= 0. Got -1.0 instead."),
         (SGD(epochs=0), "epochs of SGD must be an int >= 1. Got 0 instead."),
-        (SGD(steps=0), "steps of SGD must be an int >= 1 or nothing. Got 0 instead."),
+        (SGD(steps=0), "steps of SGD must be an int >= 1 or None. Got 0 instead."),
         (SGD(batch_size="all"), "batch_size of SGD must be an int >= 1 or 'full'. Got 'all' instead."),
         (SGD(lr_decay=1.1), "lr_decay of SGD must be a number > 0 and <= 1. Got 1.1 instead."),
         (SGD(optimizer=3), "optimizer of SGD must be a word. Got 3 instead."),

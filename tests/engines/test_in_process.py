@@ -159,7 +159,7 @@ def test_bad_settings():
     task = setup.task()
     with pytest.raises(UnknownName, match="no engine 'vectorised'. Did you mean 'vectorized'"):
         make_engine("vectorised", task, setup.federation())
-    with pytest.raises(ConfigError, match="chunk of EngineSettings must be an int >= 1 or nothing. Got 0 instead"):
+    with pytest.raises(ConfigError, match="chunk of EngineSettings must be an int >= 1 or None. Got 0 instead"):
         engine_of(chunk=0)
     with pytest.raises(UnknownName, match="Did you mean 'precision'"):
         engine_of(precison="float64")

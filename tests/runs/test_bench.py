@@ -35,11 +35,11 @@ def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
     from coterie.cli.bench import bench as command
 
     monkeypatch.setattr(bench, "CPU_WORKLOADS", SMALL)
-    command(["mclr"], None, "1", "cpu", None, True, False)
+    command(workload=["mclr"], repeats=1, device="cpu", json_=True)
     found = json.loads(capsys.readouterr().out)
     assert [row["workload"] for row in found["rows"]] == ["mclr"]
     assert found["machine"]["threads"] >= 1
-    command(None, "4", "1", "cpu", ["engine.plan=stacked"], False, True)
+    command(clients=4, repeats=1, device="cpu", set_=["engine.plan=stacked"], quiet=True)
     shown = capsys.readouterr().out
     assert "mclr" in shown
     assert "lenet" in shown
@@ -49,14 +49,15 @@ def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (([], None, "0", "cpu"), "--repeats must be an int >= 1"),
-        (([], "0", "1", "cpu"), "--clients must be an int >= 1"),
-        ((["mcrl"], None, "1", "cpu"), "Did you mean 'mclr'"),
+        (["--repeats", "0"], "--repeats must be an int >= 1. Got '0' instead."),
+        (["--clients", "0"], "--clients must be an int >= 1. Got '0' instead."),
+        (["--workload", "mcrl"], "Did you mean 'mclr'"),
+        (["--set", "work.lr=1"], "--set takes fields of engine here. Got 'work.lr=1' instead."),
     ],
 )
-def test_wrong_input_is_told_in_a_sentence(arguments, said):
-    from coterie.cli.bench import bench as command
-    from coterie.errors import CoterieError
+def test_wrong_input_is_told_in_a_sentence(arguments, said, capsys):
+    from coterie.cli.main import main
 
-    with pytest.raises(CoterieError, match=said):
-        command(*arguments, None, False, True)
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--device", "cpu", *arguments])
+    assert said in capsys.readouterr().err.replace("\n", " ")

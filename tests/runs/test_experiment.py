@@ -14,8 +14,9 @@ from coterie import IFCA, SGD, FedAvg, FeSEM
 from coterie.data.dataset import presets
 from coterie.errors import ConfigError, CoterieError, DataError, UnknownName
 from coterie.methods.base import algorithms
-from coterie.runs.experiment import RUN_KEYS, TABLES, apply_set, merge, read_tables, resolve, resolve_each
+from coterie.runs.experiment import resolve, resolve_each
 from coterie.runs.loop import Schedule
+from coterie.runs.settings import TABLES, RunSettings, apply_set, merge, read_tables
 from coterie.settings import fields_of
 
 
@@ -202,16 +203,16 @@ def test_an_unknown_name_is_refused_with_the_nearest(tables: dict[str, Any], nea
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("key", [key for key in RUN_KEYS if key not in fields_of(Schedule)])
+@pytest.mark.parametrize("key", list(fields_of(RunSettings)))
 @pytest.mark.parametrize("value", [True, 1.5, [1]])
 def test_a_value_of_the_wrong_kind_is_one_sentence(key: str, value: Any):
-    with pytest.raises(ConfigError, match=rf"^{key} must be .* Got .* instead\.$"):
+    with pytest.raises(ConfigError, match=rf"^{key} of RunSettings must be .* Got .* instead\.$"):
         resolved(**{key: value})
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, "many", True, 2.5])
 def test_clients_must_be_a_number_of_clients(value: Any):
-    with pytest.raises(ConfigError, match=r"clients must be an int >= 1\. Got .* instead"):
+    with pytest.raises(ConfigError, match=r"clients of RunSettings must be an int >= 1 or None\. Got .* instead"):
         resolved(clients=value)
 
 

@@ -4,65 +4,56 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from coterie.cli import run as flags_of
-from coterie.cli.output import stderr, stdout
-from coterie.engines.base import resolve_device
-from coterie.errors import ConfigError, UnknownName
+from coterie.cli.flags import JsonFlag, QuietFlag, takes, whole
+from coterie.cli.output import say, stdout
+from coterie.errors import UnknownName
+from coterie.runs.settings import RunSettings, Tables
 
 
+@takes((RunSettings, "device"), settable=("engine",), config=False)
 def bench(
+    *,
     workload: Annotated[
         list[str] | None,
-        typer.Option("--workload", "-w", help="mclr, mlp, lenet, leaf-cnn or resnet18; all by default."),
+        typer.Option("--workload", "-w", help="mclr, mlp, lenet, leaf-cnn or resnet18; repeatable, by default all."),
     ] = None,
-    clients: flags_of.ClientsFlag = None,
-    repeats: Annotated[str, typer.Option(help="Rounds of each way; medians are shown.")] = "5",
-    device: flags_of.DeviceFlag = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="A field of the engine: engine.plan=stacked, engine.precision=bf16."),
-    ] = None,
-    json_: flags_of.JsonFlag = False,
-    quiet: flags_of.QuietFlag = False,
+    clients: Annotated[int | None, whole("--clients", "number of clients", "the workload's", ge=1)] = None,
+    repeats: Annotated[int, whole("--repeats", "rounds of each; medians are shown", ge=1)] = 5,
+    tables: Tables,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
 ) -> None:
-    """Time of a client's step: our engine beside a plain loop at its best number of threads, in turn.
+    """Measure the time per client step, against a plain loop.
 
-    Both train the same clients on the same batches, and their mean models are compared (`difference`, relative to how
-    far training moved them).
+    The loop has its best number of threads. Both train the same clients on the same batches, and their mean models are
+    compared (`difference`, relative to how far training moved them). `make bench-peers` measures other simulators.
     """
+    from coterie.engines.base import resolve_device
     from coterie.runs.bench import Bench, machine, workloads
-    from coterie.runs.experiment import apply_set
 
-    where = resolve_device(device or "auto")
+    where = resolve_device(tables["run"].get("device", RunSettings.device))
     known = workloads(where)
-    settings: dict[str, Any] = apply_set({}, set_ or [])["engine"]
-    count, number = flags_of.parse_int("repeats", repeats) or 0, flags_of.parse_int("clients", clients)
-    if count < 1:
-        raise ConfigError(f"--repeats must be an int >= 1. Got '{repeats}' instead.")
-    if number is not None and number < 1:
-        raise ConfigError(f"--clients must be an int >= 1. Got {number} instead.")
     for name in workload or []:
         if name not in known:
             raise UnknownName("workload", name, known)
     rows = []
     for name in workload or known:
-        if not quiet and not json_:
-            stderr().print(f"measuring {name}")
+        say(f"measuring {name}", quiet or json_)
         work = known[name]
-        if number is not None:
-            work = replace(work, clients=number, plain_clients=min(number, work.plain_clients))
-        rows.append(Bench(work, str(where), **settings).run(count))
+        if clients is not None:
+            work = replace(work, clients=clients, plain_clients=min(clients, work.plain_clients))
+        rows.append(Bench(work, str(where), **tables["engine"]).run(repeats))
     told = machine(where)
     if json_:
         print(json.dumps({"machine": told, "rows": rows}))
         return
     title = f"{told['gpu'] or told['processor']}, {told['threads']} threads, torch {told['torch']}, {told['date']}"
-    table = Table(title=f"microseconds of a client-step, median of {count}; {title}", title_justify="left")
+    table = Table(title=f"microseconds per client step, median of {repeats}; {title}", title_justify="left")
     for column in (
         "workload",
         "clients",

@@ -1,4 +1,4 @@
-"""`coterie data fetch`, `list`: what is in the data folder, and getting what is not."""
+"""`coterie data fetch`, `list`: the stored datasets, and how to get them."""
 
 from __future__ import annotations
 
@@ -6,49 +6,52 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from coterie.cli.flags import JsonFlag
 from coterie.cli.output import megabytes, stderr, stdout
-from coterie.data import fetch as fetching
-from coterie.data.dataset import source_class
-from coterie.data.fetch import RECIPES, IdxRecipe, Recipe
-from coterie.data.sources.sign import Sign
-from coterie.data.sources.stored import StoredSource, data_folder
+from coterie.runs.settings import RunSettings
+from coterie.settings import fields_of
 
-data_app = typer.Typer(help="The data folder: what is there, and getting what is not.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from coterie.data.fetch import Progress
+    from coterie.data.sources.stored import StoredSource
 
-FolderFlag = Annotated[
-    Path | None, typer.Option("--data-dir", help="The data folder; by default COTERIE_DATA, else ~/.cache/coterie.")
-]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
+data_app = typer.Typer(help="List, fetch and show datasets.", no_args_is_help=True)
+
+FolderFlag = Annotated[Path | None, typer.Option("--data-dir", help=fields_of(RunSettings)["data_dir"].sentence)]
 
 
 @data_app.command("fetch")
 def fetch(
-    name: Annotated[str, typer.Argument(help="Which dataset; 'coterie data list' has the names.")],
+    name: Annotated[str, typer.Argument(help="Dataset; see 'coterie data list'.")],
     data_dir: FolderFlag = None,
-    force: Annotated[bool, typer.Option("--force", help="Fetch again what is there already.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Fetch again even if it is stored already.")] = False,
     json_: JsonFlag = False,
 ) -> None:
     """Fetch a dataset from Hugging Face into the data folder. The only command that uses the network."""
+    from coterie.data.fetch import fetch as fetch_data
+
     with _bar(name, json_) as progress:
-        found = fetching.fetch(name, data_dir, force=force, progress=progress)
+        found = fetch_data(name, data_dir, force=force, progress=progress)
     if json_:
         print(json.dumps({**found._asdict(), "path": str(found.path)}))
         return
     what = f"{found.path} ({found.samples:,} pictures, {megabytes(found.size)})"
-    state = "checksum right" if found.sha256 else "no checksum beside it"
-    print(f"{what} is already there, {state}." if found.already else f"{what} is fetched, sha256 {found.sha256}.")
+    state = "checksum correct" if found.sha256 else "without a checksum"
+    print(f"{what} is already stored, {state}." if found.already else f"{what} fetched, sha256 {found.sha256}.")
 
 
 @data_app.command("list")
 def list_data(data_dir: FolderFlag = None, json_: JsonFlag = False) -> None:
-    """List the stored sources: which are there, in which form, how large."""
+    """List the stored datasets, and those that can be fetched."""
+    from coterie.data.sources.stored import data_folder
+
     folder = data_folder(data_dir)
     rows = [_row(source, folder) for source in stored_sources()]
     if json_:
@@ -60,12 +63,17 @@ def list_data(data_dir: FolderFlag = None, json_: JsonFlag = False) -> None:
         table.add_column(column)
     for row in rows:
         size = "" if row["bytes"] is None else megabytes(row["bytes"])
-        table.add_row(row["name"], row["form"] or "not there", size, row["about"])
+        table.add_row(row["name"], row["form"] or "not stored", size, row["about"])
     stdout().print(table)
 
 
 def stored_sources() -> list[StoredSource]:
-    """Every stored source, EMNIST once for each of its divisions."""
+    """Every stored source, EMNIST once for each of its splits."""
+    from coterie.data.dataset import source_class
+    from coterie.data.fetch import RECIPES, IdxRecipe, Recipe
+    from coterie.data.sources.sign import Sign
+    from coterie.data.sources.stored import StoredSource
+
     plain = [source_class(name)() for name, recipe in RECIPES.items() if isinstance(recipe, Recipe)]
     emnist = [recipe.source for recipe in RECIPES.values() if isinstance(recipe, IdxRecipe)]
     found = [source for source in (*plain, *emnist, Sign()) if isinstance(source, StoredSource)]
@@ -73,6 +81,8 @@ def stored_sources() -> list[StoredSource]:
 
 
 def _row(source: StoredSource, folder: Path) -> dict[str, Any]:
+    from coterie.data.fetch import RECIPES
+
     found = source.find(folder)
     return {
         "name": source.stem,
@@ -85,8 +95,8 @@ def _row(source: StoredSource, folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _bar(name: str, quiet: bool) -> Iterator[fetching.Progress]:
-    """A bar on stderr where it is a terminal; before it, the hub shows bars of its own while it downloads."""
+def _bar(name: str, quiet: bool) -> Iterator[Progress]:
+    """A progress bar if stderr is a terminal; while it downloads, the hub shows bars of its own."""
     console = stderr()
     if quiet or not console.is_terminal:
         yield lambda done, total: None

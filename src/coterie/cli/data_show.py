@@ -1,71 +1,50 @@
-"""`coterie data show`: who holds what, as numbers, pictures and one page, before anything is trained."""
+"""`coterie data show`: how a dataset is partitioned, in numbers, pictures and one page, before any training."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 from rich.table import Table
 
-from coterie.cli.output import stderr, stdout
-from coterie.cli.run import JsonFlag, QuietFlag, ScenarioFlag, SeedFlag, Text, parse_int
-from coterie.data.federation import Federation, Split
-from coterie.data.pictures import is_picture
-from coterie.errors import ConfigError
-from coterie.runs.experiment import Experiment, apply_set, merge, resolve
-from coterie.views import plots
-from coterie.views.report.page import shell
+from coterie.cli.flags import JsonFlag, QuietFlag, takes
+from coterie.cli.output import file_stem, new_folder, say, stdout
+from coterie.runs.settings import RunSettings, Schedule, Tables, merge
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.figure import Figure
 
-NameArgument = Annotated[str, typer.Argument(help="Named dataset, or a path to your own .npz.", show_default=False)]
-ClientsFlag = Annotated[Text, typer.Option(help="Number of clients.")]
-SetFlag = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="A field of the scenario or the dataset: scenario.alpha=3, dataset.samples=100 ..."),
-]
-DataDirFlag = Annotated[Text, typer.Option("--data-dir", help="Folder with the data files.")]
-OutFlag = Annotated[
-    Path | None, typer.Option("--out", "-o", help="Folder for the pictures and the page; by default data-NAME.")
-]
-
-_ABOUT_DATA = ("dataset", "scenario")  # the tables that --set may change here
+    from coterie.data.federation import Federation, Split
+    from coterie.runs.experiment import Experiment
 
 
+@takes(
+    (RunSettings, "scenario", "clients", "data_dir"), (Schedule, "seed"), settable=("scenario", "dataset"), config=False
+)
 def show(
-    name: NameArgument,
-    scenario: ScenarioFlag = None,
-    clients: ClientsFlag = None,
-    seed: SeedFlag = None,
-    set_: SetFlag = None,
-    data_dir: DataDirFlag = None,
-    out: OutFlag = None,
+    *,
+    name: Annotated[str, typer.Argument(help="Named dataset, or path to your own .npz file.", show_default=False)],
+    tables: Tables,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for the pictures and the page; by default data-NAME.")
+    ] = None,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Show who holds which samples: numbers, label-by-client chart, sample pictures, and a page of them."""
-    run = {
-        "algorithm": "fedavg",  # takes any number of clients; nothing is trained
-        "dataset": name,
-        "scenario": scenario,
-        "clients": parse_int("clients", clients),
-        "seed": parse_int("seed", seed),
-        "data_dir": data_dir,
-    }
-    tables = merge({"run": {key: value for key, value in run.items() if value is not None}})
-    experiment = resolve(apply_set(tables, _checked(set_ or [])))
-    folder = _folder(out, experiment.dataset)
-    if not (quiet or json_):
-        stderr().print(f"reading {experiment.dataset}", soft_wrap=True)
+    """Show how the data is partitioned. Writes numbers, a label-by-client chart, sample pictures and a page of them."""
+    from coterie.runs.experiment import resolve
+
+    # FedAvg takes any number of clients; nothing is trained.
+    experiment = resolve(merge(tables, {"run": {"algorithm": "fedavg", "dataset": name}}))
+    folder = new_folder(Path(f"data-{file_stem(experiment.dataset)}") if out is None else out)
+    say(f"reading {experiment.dataset}", quiet or json_)
     federation = experiment.federation()
     found = describe(experiment, federation)
     found["files"] = write(folder, found, federation)
@@ -80,6 +59,10 @@ def show(
 
 def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
     """What there is to know about a federation in numbers, as `--json` prints it."""
+    import numpy as np
+
+    from coterie.views import plots
+
     counts = federation.label_counts("train", "valid").numpy()  # [N, L]
     sizes = {name: federation.split(name).sizes for name in ("train", "valid", "test")}
     own = (sizes["train"] + sizes["valid"]).numpy()
@@ -180,6 +163,9 @@ _FILES = {"labels": "label chart", "samples": "sample pictures", "page": "page"}
 
 def write(folder: Path, found: Mapping[str, Any], federation: Federation) -> dict[str, str | None]:
     """Draw the pictures and make the page; returns the paths, None for a picture that this data cannot have."""
+    from coterie.data.pictures import is_picture
+    from coterie.views import plots
+
     drawn = {}
     if federation.num_classes:
         drawn["labels"] = [_png(plots.label_bubbles(federation, dark=dark)) for dark in (False, True)]
@@ -203,24 +189,6 @@ def _png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _folder(out: Path | None, dataset: str) -> Path:
-    """Where to write; a folder, or nothing yet."""
-    stem = Path(dataset).stem if dataset.endswith(".npz") else dataset
-    folder = Path("data-" + (re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "own")) if out is None else out
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file; name a folder to write to with -o.")
-    return folder
-
-
-def _checked(assignments: list[str]) -> list[str]:
-    """Only what is about data can be set: any other table would be taken and change nothing."""
-    for text in assignments:
-        table = text.partition("=")[0].partition(".")[0].strip()
-        if "=" in text and "." in text.partition("=")[0] and table not in _ABOUT_DATA:
-            raise ConfigError(f"--set takes scenario.FIELD=VALUE or dataset.FIELD=VALUE here. Got '{text}' instead.")
-    return assignments
-
-
 # ---- the page ----
 
 _CAPTIONS = {
@@ -238,6 +206,8 @@ _CAPTIONS = {
 
 def _page(found: Mapping[str, Any], drawn: Mapping[str, list[bytes]]) -> str:
     """Everything in one file that asks nothing of the network."""
+    from coterie.views.report.page import shell
+
     title = f"{found['dataset']}, {found['scenario']}"
     parts = [f"<main><h1>{escape(title)}</h1>", _cells(_rows(found))]
     for name, pictures in drawn.items():

@@ -11,14 +11,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from coterie.cli.flags import JsonFlag
 from coterie.cli.output import clock, stdout
-from coterie.data.dataset import presets
-from coterie.data.scenario import parts
+from coterie.client.settings import WorkSettings
+from coterie.engines.settings import EngineSettings
 from coterie.errors import ConfigError, RunError, UnknownName
-from coterie.methods.base import algorithms
-from coterie.nets.registry import model_settings, models
-from coterie.runs.metrics import METRICS, metrics
-from coterie.runs.reading import find_runs, read_run
+from coterie.runs.settings import ClusterSettings, RunSettings, Schedule
 from coterie.settings import fields_of
 
 
@@ -29,6 +27,8 @@ def _fields(cls: type) -> list[dict[str, Any]]:
 
 
 def _algorithms() -> list[dict[str, Any]]:
+    from coterie.methods.base import algorithms
+
     found = algorithms().items()
     return [
         {"name": key, "about": inspect.getdoc(cls), "paper": cls.paper, "fields": _fields(cls)} for key, cls in found
@@ -36,6 +36,8 @@ def _algorithms() -> list[dict[str, Any]]:
 
 
 def _datasets() -> list[dict[str, Any]]:
+    from coterie.data.dataset import presets
+
     return [
         {"name": name, "about": preset.summary, "scenario": preset.scenario, "model": preset.model}
         for name, preset in presets().items()
@@ -43,6 +45,8 @@ def _datasets() -> list[dict[str, Any]]:
 
 
 def _models() -> list[dict[str, Any]]:
+    from coterie.nets.registry import model_settings, models
+
     return [
         {"name": name, "about": (inspect.getdoc(builder) or "").splitlines()[0], "settings": model_settings(builder)}
         for name, builder in models().items()
@@ -50,12 +54,31 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _scenarios() -> list[dict[str, Any]]:
+    from coterie.data.scenario import parts
+
     return [{"name": key, "about": cls.summary, "fields": _fields(cls)} for key, cls in parts().items()]
 
 
 def _metrics() -> list[dict[str, Any]]:
+    from coterie.runs.metrics import METRICS
+
     found = METRICS.values()
     return [{"name": m.key, "about": f"{m.label}: {m.about}", "path": m.path, "better": m.better} for m in found]
+
+
+def _settings() -> list[dict[str, Any]]:
+    groups = (RunSettings, ClusterSettings, Schedule, WorkSettings, EngineSettings)
+    found = [(group.table, field) for group in groups for field in fields_of(group).values()]
+    return [
+        {
+            "name": f"{table}.{field.name}",
+            "about": field.sentence,
+            "flag": " ".join(field.flags) or None,
+            "default": field.default_is or field.default,
+            "allowed": field.expected,
+        }
+        for table, field in found
+    ]
 
 
 _THINGS = {
@@ -64,15 +87,16 @@ _THINGS = {
     "metrics": _metrics,
     "models": _models,
     "scenarios": _scenarios,
+    "settings": _settings,
 }
 
 
 def list_things(
-    what: Annotated[str, typer.Argument(help="algorithms, datasets, metrics, models, scenarios or runs.")],
+    what: Annotated[str, typer.Argument(help=f"{', '.join(_THINGS)} or runs.")],
     folder: Annotated[Path | None, typer.Argument(help="With 'runs': their folder; by default 'runs'.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False,
+    json_: JsonFlag = False,
 ) -> None:
-    """List what there is."""
+    """List algorithms, datasets, models, scenarios, settings or runs."""
     if what == "runs":
         list_runs(Path("runs") if folder is None else folder, json_)
         return
@@ -93,6 +117,8 @@ def list_things(
         about = str(item["about"]).splitlines()[0]
         if item.get("paper"):
             about += f" ({item['paper']})"
+        if "allowed" in item:
+            names = [*([item["flag"]] if item["flag"] else []), item["allowed"]]
         if item.get("scenario"):
             names = [f"scenario {item['scenario']}", f"model {item['model']}"]
         table.add_row(item["name"], about, ", ".join(names))
@@ -100,13 +126,17 @@ def list_things(
 
 
 def list_runs(folder: Path, json_: bool) -> None:
-    """The runs of a folder with state and progress; damaged ones with the reason."""
+    """The runs in a folder with state and progress, and the damaged ones with the reason."""
+    from coterie.runs.reading import find_runs
+
     if not folder.is_dir():
         raise ConfigError(f"There is no folder {folder}." if not folder.exists() else f"{folder} is a file.")
     rows = [run_row(name, path) for name, path in find_runs(folder)]
     if json_:
         print(json.dumps(rows))
         return
+    from coterie.runs.metrics import metrics
+
     table = Table(title=f"{len(rows)} runs in {folder}", title_justify="left")
     table.add_column("run", style="bold", overflow="fold")
     scores = metrics("terminal")
@@ -133,6 +163,9 @@ def list_runs(folder: Path, json_: bool) -> None:
 
 def run_row(name: str, path: Path) -> dict[str, Any]:
     """One run of the list, as --json prints it."""
+    from coterie.runs.metrics import metrics
+    from coterie.runs.reading import read_run
+
     try:
         run = read_run(path, whole=False)
     except RunError as error:

@@ -1,22 +1,28 @@
-"""The command `coterie`: wires the verbs, prints one sentence for every error, sets exit codes."""
+"""The command `coterie`: registers the subcommands, prints one sentence per error, sets exit codes.
+
+No module that is imported here imports torch at its top: `--help` and errors in the command line are instant.
+"""
 
 from __future__ import annotations
 
 import sys
 
 import click
-import typer
+import typer.core
 from rich.console import Console
 
 from coterie.cli import bench, choose, compare, data, data_show, deploy, lists, onboard, report, run, sweep, ui
 from coterie.errors import CoterieError
 from coterie.version import VERSION
 
+typer.core.HAS_RICH = False  # plain help: with it, typer writes "\[default: 20]" even where markup is off
+
 app = typer.Typer(
     name="coterie",
     help="Clustered, personalized federated learning: K models for K kinds of client.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.command("run")(run.run)
@@ -50,31 +56,20 @@ def options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; never shows a traceback for what the user can solve."""
+    """Run the command line; an error that the user can solve is never a traceback."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         code = app(args=arguments, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
-    except CoterieError as error:
-        console.print(f"[bold red]error:[/] {_escaped(str(error))}")
-        sys.exit(error.exit_code)
-    except click.exceptions.Abort:
-        console.print("stopped")
-        sys.exit(130)
-    except click.ClickException as error:
-        said = error.format_message()
-        if said:  # without arguments, click has shown the help and has nothing to add
-            console.print(f"[bold red]error:[/] {_escaped(said)}")
-        sys.exit(2)
-    except KeyboardInterrupt:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         console.print("stopped")
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
-    except OSError as error:  # a disk or a folder that says no where nothing more could be said about it
-        console.print(f"[bold red]error:[/] {_escaped(str(error))}")
-        sys.exit(2)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")
+    except (CoterieError, click.ClickException, OSError) as error:  # OSError: of a disk, with no better sentence
+        said = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        if said.startswith("Usage:"):  # without arguments, the message is the help
+            print(said)
+        else:
+            console.print("[bold red]error:[/] " + said.replace("[", r"\["))
+        sys.exit(error.exit_code if isinstance(error, CoterieError) else 2)

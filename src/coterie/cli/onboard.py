@@ -6,51 +6,55 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
-import safetensors.torch
 import typer
 from rich.table import Table
-from torch import Tensor
 
-from coterie.cli import run as flags_of
-from coterie.cli.output import number, percent, stderr, stdout
-from coterie.data.federation import Federation
+from coterie.cli.flags import JsonFlag, RunArgument, takes, whole
+from coterie.cli.output import number, percent, say, stdout
 from coterie.errors import ConfigError, RunError, StorageError
-from coterie.nets.flat import state_dict
-from coterie.runs.execution import open_run
-from coterie.runs.experiment import apply_set, resolve
-from coterie.runs.newcomers import Newcomers, like_the_run
-from coterie.runs.result import Result
+from coterie.runs.settings import RunSettings, Tables, merge
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")]
-_SETTABLE = ("dataset", "scenario")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from coterie.runs.newcomers import Newcomers
+    from coterie.runs.result import Result
+
 _SHOWN = 40
 
 
+@takes((RunSettings, "scenario", "clients", "data_dir"), settable=("dataset", "scenario"), config=False)
 def onboard(
+    *,
     path: RunArgument,
-    dataset: flags_of.DatasetFlag = None,
-    scenario: flags_of.ScenarioFlag = None,
-    clients: flags_of.ClientsFlag = None,
-    seed: Annotated[str | None, typer.Option(help="Who the new clients are; by default the run's seed + 1.")] = None,
-    data_dir: flags_of.DataFlag = None,
-    name: Annotated[str | None, typer.Option(help="Writes onboard-NAME beside the run; by default its name.")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Fields of the new data: scenario.groups=2, dataset.samples=50 ..."),
+    dataset: Annotated[
+        str | None,
+        typer.Option("--dataset", "-d", help="Data of the new clients: named dataset, or your own .npz file."),
     ] = None,
-    json_: flags_of.JsonFlag = False,
+    tables: Tables,
+    seed: Annotated[int | None, whole("--seed", "seed of the new clients", "the run's seed + 1", ge=0)] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Write to onboard-NAME beside the run; by default the run's name.")
+    ] = None,
+    json_: JsonFlag = False,
 ) -> None:
-    """Bring new clients into a finished run: each is assigned by the run's own rule, adapted and evaluated."""
+    """Bring new clients into a finished run. Each is assigned by the run's own rule, adapted and evaluated."""
     if dataset is None:
-        raise ConfigError("--dataset says whose data the new clients have: a named dataset, or your own .npz.")
-    wanted = {"dataset": dataset, "scenario": scenario, "data_dir": data_dir}
-    numbers = {"clients": flags_of.parse_int("clients", clients), "seed": flags_of.parse_int("seed", seed)}
+        raise ConfigError("onboard needs the data of the new clients: --dataset NAME, or a path to your own .npz file.")
+    from coterie.runs.execution import open_run
+    from coterie.runs.experiment import resolve
+    from coterie.runs.newcomers import like_the_run
+
     result = open_run(path)
-    federation = _new_clients(result, wanted | numbers, set_ or [])
-    newcomers = result.onboard(federation)
+    run = result.settings["run"]
+    # Only the data is needed: FedAvg requires neither a number of clients nor samples on the server.
+    own = {"algorithm": "fedavg", "dataset": dataset, "seed": run["seed"] + 1 if seed is None else seed}
+    given = {"data_dir": run["data_dir"]} if "data_dir" in run else {}
+    experiment = resolve(merge({"run": given}, tables, {"run": own}))
+    newcomers = result.onboard(like_the_run(experiment.federation(), result.federation))
     folder = _make_folder(path, name)
     try:
         report = _write(folder, result, newcomers)
@@ -63,27 +67,11 @@ def onboard(
         print(json.dumps({"path": str(folder), **report}))
         return
     stdout().print(_table(report, path))
-    stderr().print(f"written: {folder}", soft_wrap=True)
-
-
-def _new_clients(result: Result, wanted: dict[str, Any], assignments: list[str]) -> Federation:
-    """The federation that the flags make; as the run's network takes it."""
-    for text in assignments:
-        table = text.partition(".")[0].strip()
-        if table not in _SETTABLE:
-            raise ConfigError(
-                f"onboard takes --set dataset.FIELD and scenario.FIELD; the rest is the run's. Got '{text}'."
-            )
-    run = result.settings["run"]
-    defaults = {"seed": run["seed"] + 1, "data_dir": run.get("data_dir")}
-    values = {k: v for k, v in (defaults | {k: v for k, v in wanted.items() if v is not None}).items() if v is not None}
-    # The data alone: FedAvg asks nothing of them, neither a number of clients nor samples for the server.
-    tables = apply_set({"run": {"algorithm": "fedavg", **values}}, assignments)
-    return like_the_run(resolve(tables).federation(), result.federation)
+    say(f"written: {folder}")
 
 
 def _make_folder(path: Path, name: str | None) -> Path:
-    """A new folder beside the run; a name that is taken is refused, a default name gets the next free number."""
+    """A new folder beside the run; a name in use is an error, a default name gets the next free number."""
     home = Path(os.path.abspath(path))
     parent = path.parent if path.name == home.name else home.parent
     for count in range(1, 1_000_000):
@@ -95,12 +83,14 @@ def _make_folder(path: Path, name: str | None) -> Path:
             if name is not None:
                 raise RunError(f"{folder} exists; choose another --name.") from error
         except OSError as error:
-            raise StorageError(f"The folder {folder} cannot be made: {error.strerror}.") from error
+            raise StorageError(f"The folder {folder} cannot be created: {error.strerror}.") from error
     raise AssertionError
 
 
 def _write(folder: Path, result: Result, newcomers: Newcomers) -> dict[str, Any]:
-    """The personal models, and `clients.json` last; what it says."""
+    """Write the personal models and then `clients.json`; its content."""
+    from coterie.nets.flat import state_dict
+
     rows = newcomers.rows()
     (folder / "models").mkdir()
     for client, vector in newcomers.models():
@@ -138,23 +128,24 @@ def _table(report: dict[str, Any], path: Path) -> Table:
 
 def export(
     path: RunArgument,
-    client: Annotated[str | None, typer.Option(help="The model that this client is served with.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="The model of this cluster, 0 ... K-1.")] = None,
+    client: Annotated[str | None, typer.Option(help="Export the model of this client.")] = None,
+    cluster: Annotated[int | None, whole("--cluster", "export the model of this cluster: 0, 1, ..., K-1")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File to write; by default RUN-WHICH.safetensors here.")
+        Path | None, typer.Option("--out", "-o", help="File to write; by default RUN-WHICH.safetensors.")
     ] = None,
-    json_: flags_of.JsonFlag = False,
+    json_: JsonFlag = False,
 ) -> None:
-    """Write one model of a finished run as a plain state_dict (safetensors), to load into your own module."""
+    """Export one model of a finished run. It is a plain state_dict (safetensors), to load into your own module."""
     if (client is None) == (cluster is None):
-        raise ConfigError("Say which model: either --client NAME or --cluster K.")
-    number_of_cluster = flags_of.parse_int("cluster", cluster)
+        raise ConfigError("export needs one of --client NAME and --cluster K.")
+    from coterie.runs.execution import open_run
+
     result = open_run(path)
     if client is not None:
         weights, which = result.client_state_dict(client), client
     else:
-        assert number_of_cluster is not None
-        weights, which = result.cluster_state_dict(number_of_cluster), f"cluster-{number_of_cluster}"
+        assert cluster is not None
+        weights, which = result.cluster_state_dict(cluster), f"cluster-{cluster}"
     run_name = Path(os.path.abspath(path)).name
     file = Path(f"{run_name}-{quote(which, safe=' ')}.safetensors") if out is None else out
     try:
@@ -169,7 +160,9 @@ def export(
 
 
 def save_weights(weights: dict[str, Tensor], file: Path) -> None:
-    """Write a state_dict whole, or leave the old file as it was."""
+    """Write a state_dict completely, or leave the old file as it was."""
+    import safetensors.torch
+
     content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()})
     temporary = file.with_name(f".{file.name}.tmp")
     try:

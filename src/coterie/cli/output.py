@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from coterie.errors import ConfigError
 from coterie.runs.metrics import metrics
 from coterie.runs.observers import Row
 
@@ -27,10 +30,29 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def say(text: str, hidden: bool = False) -> None:
+    """Print a line on stderr, unless hidden."""
+    if not hidden:
+        stderr().print(text, soft_wrap=True, markup=False)
+
+
 def stdout() -> Console:
     """Where results go; wide enough for a table where there is no terminal to fit."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+
+
+def file_stem(dataset: str) -> str:
+    """The name of a dataset, or of the user's own file, as part of a file name."""
+    stem = Path(dataset).stem if dataset.endswith(".npz") else dataset
+    return re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "own"
+
+
+def new_folder(path: Path) -> Path:
+    """A folder to write to: one that exists, or none yet."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file; name a folder to write to with -o.")
+    return path
 
 
 def short_sizes(sizes: Sequence[int]) -> str:
@@ -192,7 +214,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ways = plan.get("measured") or {}
         why = ", ".join(f"{name} {us:.0f}" for name, us in ways.items())
         told = f"{plan['plan']} in {plan['precision']} on {plan['device']}, {plan['chunk']} clients at a time"
-        table.add_row("engine", f"{told}  (us a client's step: {why})" if why else told)
+        table.add_row("engine", f"{told}  (microseconds per client step: {why})" if why else told)
     for repair in summary["repairs"]:
         table.add_row("repair", f"round {repair['round']}: {repair['reason']}")
     if summary.get("attack"):

@@ -1,54 +1,44 @@
-"""`coterie report`: one page of one run or several, and every picture as a file."""
+"""`coterie report`: an HTML page of one or more runs, and every figure as a file."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coterie.cli.output import stderr
-from coterie.cli.run import JsonFlag, QuietFlag
+from coterie.cli import output
+from coterie.cli.flags import JsonFlag, QuietFlag
 from coterie.errors import ConfigError, RunError
-from coterie.runs.reading import RunData, find_runs, is_run, read_run
-from coterie.views.report.page import write_report
 
-RunsArgument = Annotated[
-    list[Path], typer.Argument(help="Run folders, or folders of runs such as those that compare makes.")
-]
-OutFlag = Annotated[
-    Path | None,
-    typer.Option("--out", "-o", help="The page; by default report.html in the folder of the run or runs."),
-]
-PngFlag = Annotated[
-    Path | None, typer.Option("--png", help="Also draw every picture into this folder, as PNG and as SVG.")
-]
-OnlyFlag = Annotated[
-    list[str] | None, typer.Option("--only", help="Of --png only this picture; give it several times.")
-]
-TsneFlag = Annotated[bool, typer.Option(help="A map by t-SNE beside the one by PCA; takes seconds for 1,000 clients.")]
+if TYPE_CHECKING:
+    from coterie.runs.reading import RunData
 
 
 def report(
-    runs: RunsArgument,
-    out: OutFlag = None,
-    png: PngFlag = None,
-    only: OnlyFlag = None,
-    tsne: TsneFlag = True,
-    dark: Annotated[bool, typer.Option("--dark", help="Draw the files of --png on a dark ground.")] = False,
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs such as compare creates.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Page to write; by default report.html in the folder of the runs."),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", help="Also save every figure to this folder, PNG and SVG.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="Save only this figure; repeatable.")] = None,
+    tsne: Annotated[bool, typer.Option(help="Add a t-SNE map; takes seconds for 1,000 clients.")] = True,
+    dark: Annotated[bool, typer.Option("--dark", help="Save the figures of --png in dark mode.")] = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Make a page of one run or several: one file, no network needed, light and dark."""
-    hidden = quiet or json_
+    """Write an HTML report of one or more runs. It is a single file and needs no network."""
+    from coterie.runs.reading import read_run
+    from coterie.views.report.page import write_report
 
-    def say(text: str) -> None:
-        if not hidden:
-            stderr().print(text, soft_wrap=True, markup=False)
-
+    say = partial(output.say, hidden=quiet or json_)
     if only and png is None:
-        raise ConfigError("--only names pictures for --png; give a folder for them with --png DIR.")
+        raise ConfigError("--only selects figures of --png; give a folder for them with --png DIR.")
     found = expand(runs)
     data, damaged = [], []
     for path in found:
@@ -58,7 +48,7 @@ def report(
             if len(found) == 1:
                 raise
             damaged.append({"path": str(path), "reason": str(error)})
-            say(f"left out: {error}")
+            say(f"skipped: {error}")
     if not data:
         raise RunError(f"None of the {len(found)} folders could be read; the first: {damaged[0]['reason']}")
     target = _target(out, runs, data)
@@ -68,7 +58,6 @@ def report(
         from coterie.views.plots import picture_names, save_all
 
         wanted = only or [name for name in picture_names() if tsne or "tsne" not in name]
-
         pictures = save_all(data, png, only=wanted, dark=dark, say=say)
     if json_:
         told: dict[str, Any] = {"page": str(target), "runs": len(data), "damaged": damaged}
@@ -80,7 +69,9 @@ def report(
 
 
 def expand(paths: list[Path]) -> list[Path]:
-    """Run folders as they are; of other folders the runs inside; each once, in order."""
+    """The run folders among the paths, and the runs inside the other folders; each once, in order."""
+    from coterie.runs.reading import find_runs, is_run
+
     found: dict[Path, Path] = {}
     for path in paths:
         if not path.exists():
@@ -89,14 +80,14 @@ def expand(paths: list[Path]) -> list[Path]:
             raise ConfigError(f"{path} is a file; name a run folder.")
         inside = [path] if is_run(path) else [run for _, run in find_runs(path)]
         if not inside:
-            raise RunError(f"{path} is not a run folder, and there is none inside.")
+            raise RunError(f"{path} is not a run folder and contains none.")
         for run in inside:
             found.setdefault(run.resolve(), run)
     return list(found.values())
 
 
 def _target(out: Path | None, asked: list[Path], data: list[RunData]) -> Path:
-    """Where the page goes: as told, else beside what it is about."""
+    """Where the page goes: where the user says, or into the folder of the runs."""
     if out is not None:
         return out / "report.html" if out.is_dir() else out
     if len(asked) == 1:

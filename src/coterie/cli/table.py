@@ -73,7 +73,7 @@ def run_cases(
                         execute(experiment, folder, Several([progress, *trackers(track, _say)]), pressed).summary
                     )
     except (Interrupted, KeyboardInterrupt):
-        going = f"; the one that was running goes on with 'coterie resume {folder.path}'" if folder else ""
+        going = f"; resume the interrupted one with 'coterie resume {folder.path}'" if folder else ""
         raise Interrupted(f"Stopped; finished runs are in {root}{going}.") from None
     except CoterieError:
         with contextlib.suppress(OSError):
@@ -156,7 +156,7 @@ def finish(rows: list[Row], summaries: list[Summary], root: Path, title: str, js
     console = stdout()
     console.print(as_table(rows, f"{title}, {first['clients']} clients", console.width))
     stderr().print(f"run folders: {root}", soft_wrap=True)
-    stderr().print(f"a page of them: coterie report {root}", soft_wrap=True)
+    stderr().print(f"report: coterie report {root}", soft_wrap=True)
 
 
 def _flat(row: Row, prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`coterie ui`: the runs of a folder in a browser, while they go on."""
+"""`coterie ui`: the runs in a folder, live in a browser."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli.output import stderr
-from coterie.cli.run import parse_int
+from coterie.cli.flags import whole
+from coterie.cli.output import say
 from coterie.errors import ConfigError, MissingExtra
 
 TOKEN = "COTERIE_UI_TOKEN"
-_SHORTEST = 16  # letters of a token
+_SHORTEST = 16  # characters of a token
 
 
 def ui(
-    runs: Annotated[Path | None, typer.Argument(help="The folder of runs; by default 'runs'.")] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; beyond this machine only with a token.")
-    ] = "127.0.0.1",
-    port: Annotated[str, typer.Option(help="Port; 0: any that is free.")] = "8642",
-    with_token: Annotated[bool, typer.Option("--with-token", help="Ask for a token on this machine, too.")] = False,
+    runs: Annotated[Path | None, typer.Argument(help="Folder of runs; by default 'runs'.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; other machines need a token.")] = "127.0.0.1",
+    port: Annotated[int, whole("--port", "port, or 0 for any free port", ge=0, le=65535)] = 8642,
+    with_token: Annotated[bool, typer.Option("--with-token", help="Require a token on this machine, too.")] = False,
 ) -> None:
-    """Serve a folder of runs: list, live pages, comparisons. Only for this machine, unless told otherwise.
+    """Serve a folder of runs to a browser.
 
-    Beyond this machine (--host 0.0.0.0) everyone must bring a token: that of the variable COTERIE_UI_TOKEN, or one
-    that is made up and printed. What travels is not encrypted: put it behind TLS or a tunnel.
+    It has a list, live pages and comparisons. By default only this machine can connect. Others (--host 0.0.0.0) need a
+    token: that of the variable COTERIE_UI_TOKEN, or a generated one, which is printed. The traffic is not encrypted:
+    put the server behind TLS or a tunnel.
     """
     try:
         import uvicorn
@@ -43,29 +42,23 @@ def ui(
         raise ConfigError(f"{root} is a file; name a folder of runs.")
     if runs is not None and not root.exists():
         raise ConfigError(f"There is no folder {root}.")
-    number = parse_int("port", port)
-    if number is None or not 0 <= number <= 65535:
-        raise ConfigError(f"--port must be an int >= 0 and <= 65535. Got '{port}' instead.")
     token = token_for(host, with_token)
-    listening = listen(host, number)
+    listening = listen(host, port)
     name, chosen = listening.getsockname()[:2]
     shown = "localhost" if name in ("0.0.0.0", "::") else f"[{name}]" if ":" in name else name
     is_new = token is not None and token != os.environ.get(TOKEN)  # the user knows that one
     address = f"http://{shown}:{chosen}/" + (f"?token={token}" if is_new else "")
-    console = stderr()
-    if not root.exists():
-        console.print(f"{root} is not there yet; runs show up when it is.", markup=False, soft_wrap=True)
-    console.print(f"runs of {root.resolve()}: {address}   (Ctrl-C ends it)", markup=False, soft_wrap=True)
-    if not is_loopback(host):
-        console.print("note: what travels is not encrypted; put it behind TLS or a tunnel.", soft_wrap=True)
-    # No access log: it would hold the token.
+    say(f"{root} does not exist yet; runs appear when it does.", hidden=root.exists())
+    say(f"runs of {root.resolve()}: {address}   (stop with Ctrl-C)")
+    say("note: the traffic is not encrypted; put the server behind TLS or a tunnel.", hidden=is_loopback(host))
+    # No access log: it would contain the token.
     settings = uvicorn.Config(
         create_app(root, token), access_log=False, log_level="warning", server_header=False, timeout_graceful_shutdown=2
     )
     try:
         uvicorn.Server(settings).run(sockets=[listening])
     except KeyboardInterrupt:
-        console.print("stopped")
+        say("stopped")
 
 
 def is_loopback(host: str) -> bool:
@@ -83,17 +76,17 @@ def is_loopback(host: str) -> bool:
 
 
 def token_for(host: str, asked: bool) -> str | None:
-    """The token that is needed, if any: the one of the environment, or a new one."""
+    """The required token, if any: that of the environment, or a new one."""
     if is_loopback(host) and not asked:
         return None
     given = os.environ.get(TOKEN, "")
     if given and len(given) < _SHORTEST:
-        raise ConfigError(f"{TOKEN} must have at least {_SHORTEST} letters; unset it to have one made up.")
+        raise ConfigError(f"{TOKEN} must have at least {_SHORTEST} characters; unset it to generate one.")
     return given or secrets.token_urlsafe(24)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there, or one sentence about why not."""
+    """A socket that listens there."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
@@ -103,8 +96,10 @@ def listen(host: str, port: int) -> socket.socket:
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         opened.bind(found[4])
-        opened.listen(128)  # from here on nobody is turned away
+        opened.listen(128)  # from here on connections are accepted
     except OSError as error:
         opened.close()
-        raise ConfigError(f"Port {port} of {host} cannot be had: {error.strerror}; choose another --port.") from error
+        raise ConfigError(
+            f"Port {port} of {host} is not available: {error.strerror}; choose another --port."
+        ) from error
     return opened

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from coterie.client.optimizers import Optimizer, find_optimizer
 from coterie.client.optimizers import Stack as Stack
 from coterie.client.schedules import factor, find_schedule
+from coterie.client.settings import WorkSettings
 from coterie.errors import ConfigError, UnknownName
 from coterie.settings import build, fields_of, setting, values_of
 
@@ -25,7 +26,7 @@ GradientAt = Callable[[Sequence[Tensor], int], Stack]
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(WorkSettings):
     """Stochastic gradient descent by any optimizer, by default torch.optim.SGD's; its state is fresh in each call."""
 
     key: ClassVar[str] = "sgd"
@@ -33,27 +34,8 @@ class SGD:
     gradients: ClassVar[int] = 1  # gradients that a step takes
     anchored: ClassVar[bool] = False  # whether a step looks back at where the call started
 
-    lr: float = setting(0.1, "step size", gt=0)
-    momentum: float = setting(0.0, "momentum; 0 is plain SGD", ge=0, lt=1)
-    weight_decay: float = setting(0.0, "L2 penalty on the parameters", ge=0)
-    epochs: int = setting(1, "passes over a client's samples in one round", ge=1)
-    steps: int | None = setting(None, "steps in one round instead of epochs", ge=1)
-    batch_size: int | Literal["full"] = setting(20, "samples of a step; 'full' takes all of them", ge=1)
-    lr_decay: float = setting(1.0, "factor on the step size after each round", gt=0, le=1)
-
-    optimizer: str = setting("sgd", "how a step is made: sgd, nesterov, adam, adamw, or your own module:Class")
-    beta1: float = setting(0.9, "decay of the first moment in adam and adamw", ge=0, lt=1)
-    beta2: float = setting(0.999, "decay of the second moment in adam and adamw", ge=0, lt=1)
-    eps: float = setting(1e-8, "added to the denominator in adam and adamw", gt=0)
-    clip_norm: float | None = setting(None, "longest gradient of a client's step; longer ones are scaled down", gt=0)
-    schedule: str = setting("constant", "how the step size changes by round: constant, exponential, step, cosine")
-    decay_every: int = setting(10, "rounds between two decays in the schedule 'step'", ge=1)
-    lr_floor: float = setting(0.01, "share of lr that the schedule 'cosine' ends with", gt=0, le=1)
-    warmup_rounds: int = setting(0, "rounds in which the step size rises linearly to lr", ge=0)
-    total_rounds: int | None = setting(None, "rounds of the run, for the schedule; set when the run starts", ge=1)
-
     def for_run(self, rounds: int) -> SGD:
-        """The work in a run of so many rounds; refuses names that nobody knows."""
+        """The work in a run of that many rounds; refuses names that nobody knows."""
         find_optimizer(self.optimizer, may_import=True)(self)
         find_schedule(self.schedule)
         if 0 < rounds <= self.warmup_rounds:

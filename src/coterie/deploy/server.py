@@ -17,35 +17,33 @@ from typing import Any
 import torch
 
 from coterie.client.block import Task
+from coterie.client.settings import WorkSettings
 from coterie.data.federation import Federation
 from coterie.deploy.client import classes_of, loss_of, maker_of
 from coterie.engines.flower.engine import FlowerEngine, FlowerSettings
 from coterie.engines.flower.link import Link, Member, splits_of
 from coterie.errors import ConfigError, Interrupted
 from coterie.runs.execution import environment, finish
-from coterie.runs.experiment import apply_set, merge, resolve
+from coterie.runs.experiment import resolve
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Trainer
-from coterie.settings import build
+from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, apply_set, merge
+from coterie.settings import build, fields_of
 
 log = logging.getLogger("coterie.flower")
 
-# Keys of a Flower run config, and the fields of coterie's own tables they stand for.
-_PLACES = {
-    "algorithm": "run.algorithm",
-    "rounds": "run.rounds",
-    "seed": "run.seed",
-    "participation": "run.participation",
-    "evaluate-every": "run.evaluate_every",
-    "clusters": "algorithm.num_clusters",
-    "lr": "work.lr",
-    "momentum": "work.momentum",
-    "weight-decay": "work.weight_decay",
-    "epochs": "work.epochs",
-    "batch-size": "work.batch_size",
-    "deadline": "engine.deadline",
-    "poll": "engine.poll",
+# Keys of a Flower run config, and the fields of coterie's own tables they stand for: flags without their dashes.
+_TAKEN: dict[Any, tuple[str, ...]] = {
+    RunSettings: ("algorithm",),
+    Schedule: ("rounds", "seed", "participation", "evaluate_every"),
+    ClusterSettings: ("num_clusters",),
+    WorkSettings: tuple(name for name, field in fields_of(WorkSettings).items() if field.flags),
 }
+_PLACES = {
+    fields_of(group)[name].flags[0].removeprefix("--"): f"{group.table}.{name}"
+    for group, names in _TAKEN.items()
+    for name in names
+} | {name: f"engine.{name}" for name in ("deadline", "poll")}
 _OWN = ("set", "min-clients", "wait", "run-dir", "name", "identity")
 
 

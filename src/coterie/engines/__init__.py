@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from coterie.client.block import Task
-from coterie.data.federation import Federation
-from coterie.engines.base import Engine
 from coterie.errors import UnknownName
+
+if TYPE_CHECKING:  # the names of the engines are needed where torch is not
+    from coterie.client.block import Task
+    from coterie.data.federation import Federation
+    from coterie.engines.base import Engine
 
 
 def _loop(task: Task, federation: Federation, device: str, settings: dict[str, Any]) -> Engine:

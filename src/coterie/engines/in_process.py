@@ -6,8 +6,8 @@ import abc
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,39 +18,14 @@ from coterie.client.work import SGD
 from coterie.data.federation import Federation
 from coterie.engines.base import Engine, Reply, Request, available_memory, plain_name, resolve_device
 from coterie.engines.ledger import Phase
+from coterie.engines.settings import EngineSettings
 from coterie.errors import ConfigError, CoterieError, EngineError
 from coterie.nets.flat import Network
 from coterie.randomness import Rng
-from coterie.settings import build, setting, values_of
+from coterie.settings import build, values_of
 
 _DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
 _DEFAULT_BUDGET_MB = 1024
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Settings of the engines in this process: `--set engine.FIELD=VALUE`."""
-
-    plan: Literal[
-        "auto",
-        "native",
-        "layers",
-        "layers+workers",
-        "stacked",
-        "loop",
-        "layers+graph",
-        "streams+graph",
-        "stacked+graph",
-        "loop+graph",
-    ] = setting("auto", "how stacks of clients are computed; auto measures the ways that are possible")
-    precision: Literal["auto", "float32", "tf32", "bf16", "float64"] = setting(
-        "auto", "arithmetic: auto is float32 on a CPU and tf32 on a GPU; models are float32 in tf32 and bf16"
-    )
-    compile: bool = setting(False, "pass stacked gradients through torch.compile")
-    memory: int | None = setting(None, "MB that one chunk of clients may take; by default 1024, or half a GPU", ge=1)
-    chunk: int | None = setting(None, "clients whose models are in hand at a time; by default from memory", ge=1)
-    piece: int | None = setting(None, "clients of one stack on a CPU; by default what stays in the cache", ge=1)
-    workers: int | None = setting(None, "stacks at work at a time on a CPU; by default torch's threads", ge=1)
 
 
 def _budget_mb(device: torch.device) -> int:

@@ -30,7 +30,7 @@ from coterie.methods.parts.clustering import CenterSums
 from coterie.nets.registry import build_model
 from coterie.randomness import Rng, mix, permutations
 from coterie.runs.experiment import Experiment
-from coterie.runs.loop import Schedule
+from coterie.runs.settings import Schedule
 from coterie.version import VERSION
 
 

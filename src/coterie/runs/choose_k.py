@@ -38,9 +38,9 @@ from coterie.randomness import Rng, uniform
 from coterie.runs.experiment import Experiment
 from coterie.runs.metrics import METRICS, of_scores
 from coterie.runs.newcomers import split_unseen
+from coterie.runs.settings import LARGEST_K, PROBE_CLIENTS, PROBE_ROUNDS
 from coterie.settings import check
 
-SAMPLE, ROUNDS, LARGEST = 100, 3, 8  # defaults; the first two are the paper's
 CLEAR = 0.2  # least mean silhouette of clusters that are worth having
 
 _WIDTH = 4096  # of the sketches of first models
@@ -94,9 +94,9 @@ def validate(block: Block, models: Models, work: SGD) -> Answer:
 def choose_k(
     experiment: Experiment,
     first: int = 1,
-    last: int | None = LARGEST,
-    sample: int = SAMPLE,
-    rounds: int = ROUNDS,
+    last: int | None = LARGEST_K,
+    sample: int = PROBE_CLIENTS,
+    rounds: int = PROBE_ROUNDS,
     seed: int | None = None,
     observer: Callable[[Row], None] | None = None,
 ) -> Choice:
@@ -113,7 +113,7 @@ def choose_k(
         experiment = replace(experiment, schedule=replace(experiment.schedule, seed=seed))
         check(experiment.schedule)
     clients = _sampled(known, sample, experiment.schedule.seed)
-    last = min(LARGEST, len(clients)) if last is None else last
+    last = min(LARGEST_K, len(clients)) if last is None else last
     _check_range(first, last, rounds, len(clients))
     engine = make_engine(experiment.engine, experiment.task(), clients, experiment.device, experiment.engine_settings)
     rng = Rng.seed(experiment.schedule.seed).at("choose-k")

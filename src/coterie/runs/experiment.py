@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,28 +12,13 @@ from coterie.client.work import SGD
 from coterie.data.dataset import find_preset, source_class
 from coterie.data.federation import Federation
 from coterie.data.scenario import Scenario
-from coterie.errors import ConfigError, UnknownName
+from coterie.errors import UnknownName
 from coterie.methods.base import Algorithm, find_algorithm
 from coterie.nets.flat import LOSSES, Loss
 from coterie.nets.registry import Builder, ModelMaker, find_model, import_object, model_settings
 from coterie.randomness import Rng
-from coterie.runs.loop import Schedule
-from coterie.settings import build, fields_of, parse_value, values_of
-
-TABLES = ("run", "algorithm", "work", "dataset", "scenario", "model", "engine")
-RUN_KEYS = (
-    "algorithm",
-    "dataset",
-    "scenario",
-    "model",
-    "clients",
-    "loss",
-    "engine",
-    "device",
-    "data_dir",
-    *fields_of(Schedule),
-)
-Tables = dict[str, dict[str, Any]]
+from coterie.runs.settings import RunSettings, Schedule, Tables, build_run, merge
+from coterie.settings import build, fields_of, values_of
 
 
 @dataclass(frozen=True)
@@ -48,9 +32,9 @@ class Experiment:
     work: SGD
     schedule: Schedule
     model_settings: Mapping[str, Any] = field(default_factory=dict)
-    loss: str | Loss = "cross_entropy"
-    engine: str = "vectorized"
-    device: str = "auto"
+    loss: str | Loss = RunSettings.loss
+    engine: str = RunSettings.engine
+    device: str = RunSettings.device
     engine_settings: dict[str, Any] = field(default_factory=dict)
     clients: int | None = None
     source: Any = None  # None: the data was given as a federation
@@ -138,56 +122,16 @@ def find_loss(loss: str | Loss) -> Loss:
     return found
 
 
-def read_tables(path: Path) -> Tables:
-    """The tables of a config file; unknown tables and keys of [run] are refused with the nearest name."""
-    if not path.exists():
-        raise ConfigError(f"There is no config file {path}.")
-    try:
-        values = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"The config file {path} cannot be read: {error}.") from error
-    values.pop("schema", None)
-    for table, content in values.items():
-        if table not in TABLES:
-            raise UnknownName(f"table of {path} named", table, TABLES)
-        if not isinstance(content, dict):
-            raise ConfigError(f"{table} in {path} must be a table: [{table}].")
-    return values
-
-
-def apply_set(tables: Tables, assignments: list[str]) -> Tables:
-    """Put `TABLE.FIELD=VALUE` texts on top of the tables."""
-    merged = {name: dict(tables.get(name, {})) for name in TABLES}
-    for text in assignments:
-        name, equals, value = text.partition("=")
-        table, dot, key = name.strip().partition(".")
-        if not equals or not dot or not key:
-            raise ConfigError(f"--set takes TABLE.FIELD=VALUE, such as algorithm.prox=0.1. Got '{text}' instead.")
-        if table not in TABLES:
-            raise UnknownName("--set table", table, TABLES)
-        merged[table][key] = parse_value(value.strip())
-    return merged
-
-
-def merge(*layers: Mapping[str, Mapping[str, Any]]) -> Tables:
-    """Later layers win, field by field."""
-    return {name: {k: v for layer in layers for k, v in layer.get(name, {}).items()} for name in TABLES}
-
-
 def resolve(tables: Tables) -> Experiment:
     """Fill in the defaults that suit the dataset, check every value, and make the objects."""
-    run = dict(tables.get("run", {}))
-    for key in run:
-        if key not in RUN_KEYS:
-            raise UnknownName("field of run named", key, RUN_KEYS)
+    run, schedule = build_run(tables.get("run", {}))
     notes: list[str] = []
-    name = _word(run, "algorithm", "fesem")
+    name = run.algorithm
     algorithm_class = find_algorithm(name)
-    preset = find_preset(_word(run, "dataset", "rotated-digits"))
-    model = _word(run, "model", preset.model)
-    loss = _word(run, "loss", "cross_entropy")
-    if loss not in LOSSES and ":" not in loss:
-        raise UnknownName("loss", loss, LOSSES)
+    preset = find_preset(run.dataset)
+    model = preset.model if run.model is None else run.model
+    if run.loss not in LOSSES and ":" not in run.loss:
+        raise UnknownName("loss", run.loss, LOSSES)
 
     algorithm_values = dict(tables.get("algorithm", {}))
     if "num_clusters" in algorithm_values and "num_clusters" not in fields_of(algorithm_class):
@@ -199,12 +143,8 @@ def resolve(tables: Tables) -> Experiment:
     for key in settings:
         if key not in known_settings:
             raise UnknownName(f"field of model {model} named", key, known_settings)
-    scenario_name = _word(run, "scenario", preset.scenario)
+    scenario_name = preset.scenario if run.scenario is None else run.scenario
     scenario_values = dict(preset.scenario_settings) if scenario_name == preset.scenario else {}
-    clients = run.get("clients", preset.clients)
-    if clients is not None and (not isinstance(clients, int) or isinstance(clients, bool) or clients < 1):
-        raise ConfigError(f"clients must be an int >= 1. Got {clients!r} instead.")
-    schedule_values = {key: run[key] for key in fields_of(Schedule) if key in run}
     scenario_values |= tables.get("scenario", {})
     algorithm = build(algorithm_class, algorithm_values, "algorithm")
     # Methods with indicator samples have them held out before any client gets data.
@@ -213,17 +153,17 @@ def resolve(tables: Tables) -> Experiment:
         algorithm=algorithm,
         algorithm_name=name,
         dataset=preset.name,
-        clients=clients,
+        clients=preset.clients if run.clients is None else run.clients,
         scenario=Scenario.named(scenario_name, scenario_values),
         source=build(source_class(preset.source), {**preset.source_settings, **tables.get("dataset", {})}, "dataset"),
         model=model,
         model_settings=settings,
-        loss=loss,
+        loss=run.loss,
         work=build(SGD, {**preset.work, **tables.get("work", {})}, "work"),
-        schedule=build(Schedule, schedule_values, "run"),
-        engine=_word(run, "engine", "vectorized"),
-        device=_word(run, "device", "auto"),
-        data_dir=_word(run, "data_dir", "") or None,
+        schedule=schedule,
+        engine=run.engine,
+        device=run.device,
+        data_dir=run.data_dir or None,
         engine_settings=dict(tables.get("engine", {})),
         notes=notes,
     )
@@ -252,10 +192,3 @@ def resolve_each(tables: Tables, names: list[str], seeds: int) -> dict[tuple[str
 def _reserve(experiment: Experiment) -> int:
     assert experiment.scenario is not None
     return experiment.scenario.common.reserve
-
-
-def _word(values: Mapping[str, Any], key: str, default: str) -> str:
-    value = values.get(key, default)
-    if not isinstance(value, str):
-        raise ConfigError(f"{key} must be a name. Got {value!r} instead.")
-    return value

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,28 +24,12 @@ from coterie.runs.exhibits import Arrays, Sketches, listening, member_pictures
 from coterie.runs.folder import Checkpoint, RunFolder
 from coterie.runs.metrics import cluster_sizes, measured, of_clusters, of_scores, quantiles, summarized
 from coterie.runs.observers import Listener, Row, Several
-from coterie.settings import check, setting
+from coterie.runs.settings import Schedule
+from coterie.settings import check
 
 _SHOW_EVERY = 2.0  # seconds between two looks that others get at a run that goes on
 _MAPPED = 20  # rounds in which the models that clients send are sketched
 _SHOW_SHARE = 50  # a look may take one part in so many of the time
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How long, with whom, and how often to look and to save."""
-
-    rounds: int = setting(20, "number of rounds", ge=1)
-    participation: float = setting(1.0, "share of the clients that take part in a round", gt=0, le=1)
-    seed: int = setting(0, "what all randomness hangs on", ge=0)
-    evaluate_every: int = setting(1, "evaluate every so many rounds, and in the last one", ge=1)
-    checkpoint_every: float = setting(30.0, "seconds between checkpoints; 0: after each round", ge=0)
-    unseen: float = setting(0.0, "share of the clients that take part in no round, and are met at the end", ge=0, lt=1)
-    dropout: float = setting(0.0, "share of a cohort that fails to answer (simulated)", ge=0, lt=1)
-    attack: Literal["none", "sign_flip", "gaussian", "label_flip"] = setting("none", "what attackers do (simulated)")
-    attackers: float = setting(0.2, "share of the clients that attack, if there is an attack", ge=0, lt=1)
-    corrupt: float = setting(0.0, "share of the answers that arrive as NaN (simulated)", ge=0, lt=1)
-    keep_pictures: bool = setting(True, "keep a few pictures of each cluster's members in the run folder")
 
 
 @dataclass

@@ -1,0 +1,119 @@
+"""The flags that commands share: `takes` makes them from the declarations of settings.
+
+A command names the groups of settings that it takes, and gets what the user chose as tables:
+
+    @takes(RunSettings, Schedule, without=("seed",))
+    def compare(*, seeds: SeedsFlag = 1, tables: Tables, quiet: QuietFlag = False) -> None:
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from click.core import ParameterSource
+
+from coterie.runs.settings import TABLES, Tables, apply_set, merge, read_tables
+from coterie.settings import Field, fields_of, listed
+
+Group = type | tuple[Any, ...]  # a settings class, or the class and the names of the fields that are taken
+Command = Callable[..., None]
+
+
+class _Value(click.ParamType):
+    """Reads a flag as its field does, so that a bad value is one sentence."""
+
+    def __init__(self, field: Field) -> None:
+        self.field, self.name = field, field.metavar
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self.field.parse(value) if isinstance(value, str) else value
+
+
+def _option(field: Field) -> Any:
+    names, more = list(field.flags), dict[str, Any]()
+    if field.kind is bool:
+        names[0] += f"/--no-{names[0].removeprefix('--')}"
+    else:
+        more = {"metavar": field.metavar, "click_type": _Value(field)}
+    return typer.Option(*names, help=field.sentence, show_default=not field.default_is, **more)
+
+
+def whole(flag: str, help: str, default_is: str = "", **bounds: float) -> Any:
+    """An option of one command that takes a whole number."""
+    return _option(Field(flag, int, None, help, bounds, (flag,), default_is=default_is))
+
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+TrackFlag = Annotated[
+    list[str] | None, typer.Option("--track", help="Also log to 'tensorboard' or 'mlflow'; repeatable.")
+]
+OutFlag = Annotated[Path, typer.Option(help="Folder in which run folders are created.")]
+NameFlag = Annotated[str | None, typer.Option(help="Name of the run folder.")]
+MethodsFlag = Annotated[list[str], typer.Option("--algorithm", "-a", help="Method, or 'all'; repeatable.")]
+SeedsFlag = Annotated[int, whole("--seeds", "number of seeds: 0, 1, ..., N-1", ge=1)]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
+_ConfigFlag = Annotated[Path | None, typer.Option(help="TOML file with the same settings; flags override it.")]
+
+
+def takes(
+    *groups: Group, without: Sequence[str] = (), settable: Sequence[str] = TABLES, config: bool = True
+) -> Callable[[Command], Command]:
+    """Give a command the flags of these settings, `--set` and `--config`.
+
+    They are listed where `tables` stands in its signature, and what the user chose arrives there: the config file, over
+    it the flags, over them `--set`, which may be limited to the tables `settable`.
+    """
+    taken: dict[str, tuple[str, Field]] = {}
+    for group in groups:
+        cls, *names = group if isinstance(group, tuple) else (group,)
+        for name, field in fields_of(cls).items():
+            if field.flags and name not in without and (not names or name in names):
+                taken[name] = (cls.table, field)
+    which = "any field" if settable is TABLES else f"a field of {listed(settable)}"
+    example = "algorithm.prox=0.1" if settable is TABLES else f"{settable[0]}.FIELD=VALUE"
+    set_flag = Annotated[list[str] | None, typer.Option("--set", help=f"Set {which}: {example}; repeatable.")]
+
+    def decorate(function: Command) -> Command:
+        hints = typing.get_type_hints(function, include_extras=True)
+        parameters: list[inspect.Parameter] = []
+
+        def add(name: str, kind: Any, default: Any) -> None:
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+
+        for name, own in inspect.signature(function).parameters.items():
+            if name != "tables":
+                add(name, hints[name], own.default)
+                continue
+            for key, (_, field) in taken.items():
+                option, default = _option(field), None if field.default_is else field.default
+                add(key, Annotated[bool, option] if field.kind is bool else Annotated[str, option], default)
+            if config:
+                add("config", _ConfigFlag, None)
+            add("set_", set_flag, None)
+
+        @functools.wraps(function)
+        def command(**values: Any) -> None:
+            context = click.get_current_context(silent=True)
+            flags: Tables = {}
+            for key, (table, _) in taken.items():
+                value = values.pop(key, None)
+                is_default = context is not None and context.get_parameter_source(key) is ParameterSource.DEFAULT
+                if value is not None and not is_default:
+                    flags.setdefault(table, {})[key] = value
+            file = values.pop("config", None)
+            layers = merge(read_tables(file) if file else {}, flags)
+            function(tables=apply_set(layers, values.pop("set_", None) or [], settable), **values)
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate

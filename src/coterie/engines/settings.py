@@ -1,0 +1,36 @@
+"""Settings of the engines: `[engine]` in TOML, `--set engine.FIELD=VALUE`. Imports no torch: --help is fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from coterie.settings import setting
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How the engines in this process compute."""
+
+    table: ClassVar[str] = "engine"
+
+    plan: Literal[
+        "auto",
+        "native",
+        "layers",
+        "layers+workers",
+        "stacked",
+        "loop",
+        "layers+graph",
+        "streams+graph",
+        "stacked+graph",
+        "loop+graph",
+    ] = setting("auto", "how batches of clients are computed; auto measures the possible plans")
+    precision: Literal["auto", "float32", "tf32", "bf16", "float64"] = setting(
+        "auto", "arithmetic; auto is float32 on a CPU and tf32 on a GPU, and models stay float32 in tf32 and bf16"
+    )
+    compile: bool = setting(False, "pass stacked gradients through torch.compile")
+    memory: int | None = setting(None, "memory of one chunk of clients in MB", ge=1, default_is="1024, or half a GPU")
+    chunk: int | None = setting(None, "clients held in memory at a time", ge=1, default_is="what fits in memory")
+    piece: int | None = setting(None, "clients per stack on a CPU", ge=1, default_is="what fits in the cache")
+    workers: int | None = setting(None, "stacks computed in parallel on a CPU", ge=1, default_is="torch's threads")
