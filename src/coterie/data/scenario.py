@@ -1,7 +1,7 @@
 """Who holds which samples, seen how, and what the true groups are: Dataset -> Federation.
 
-A scenario is one part or several joined by `+`. Each part writes its share into a `Deal`; the deal is then
-carried out. Parts that make groups (rotated, label_swapped ...) are zipped: group g gets the g-th change
+A scenario is one part or several joined by `+`. Each part writes its share into a `Partition`; the federation is then
+built from it. Parts that make groups (rotated, label_swapped ...) are zipped: group g gets the g-th change
 of each. The implementations are in `scenarios/`.
 """
 
@@ -53,8 +53,8 @@ class Common:
 
 
 @dataclass(frozen=True)
-class Hand:
-    """What one client is dealt: rows of the data set."""
+class ClientShare:
+    """The rows of the dataset that one client holds."""
 
     name: str
     group: int
@@ -62,12 +62,12 @@ class Hand:
     test: Tensor | int  # rows, or the number of a group whose test rows are shared
 
 
-Dealer = Callable[["Deal"], list[Hand]]
+Partitioner = Callable[["Partition"], list[ClientShare]]
 
 
 @dataclass
-class Deal:
-    """The plan that the parts of a scenario write into."""
+class Partition:
+    """How a dataset is to be partitioned; the parts of a scenario configure it."""
 
     dataset: Dataset
     clients: int | None  # as the user asked; None: as the data says
@@ -75,7 +75,7 @@ class Deal:
     common: Common = field(default_factory=Common)
     views: list[View] = field(default_factory=lambda: [()])  # one per group
     group_names: list[str] = field(default_factory=lambda: ["all"])
-    dealer: Dealer | None = None
+    partitioner: Partitioner | None = None
     has_groups: bool = False
     by_domain: bool = False  # group g holds the samples whose `group` column is g
     drift: tuple[tuple[int, ...], float] | None = None  # rounds, and the share of clients that moves
@@ -95,11 +95,11 @@ class Deal:
         else:
             self.views, self.group_names, self.has_groups = views, names, True
 
-    def set_dealer(self, dealer: Dealer) -> None:
+    def set_partitioner(self, partitioner: Partitioner) -> None:
         """Let this part decide who gets which samples."""
-        if self.dealer is not None:
+        if self.partitioner is not None:
             raise ConfigError("This scenario has two parts that deal out samples; keep one of them.")
-        self.dealer = dealer
+        self.partitioner = partitioner
 
     def client_groups(self, total: int | None = None) -> list[int]:
         """The group of each client (of `total`, or of as many as asked): as even as can be, group after group."""
@@ -154,33 +154,33 @@ class Deal:
                 "use a smaller scenario.reserve."
             )
 
-    def carry_out(self) -> Federation:
-        """Deal the samples, carve the validation shares, and pack everything."""
+    def build(self) -> Federation:
+        """Partition the samples, carve the validation shares, and pack everything."""
         self.set_aside()
-        hands = (self.dealer or deal_by_settings)(self)
+        shares = (self.partitioner or partition_by_settings)(self)
         train: list[Tensor] = []
         held: list[Tensor] = []
         tests: list[Tensor] = []
         test_shard: list[int] = []
         shared: dict[int, int] = {}
-        for hand in hands:
-            if not len(hand.train):
+        for share in shares:
+            if not len(share.train):
                 raise DataError(
-                    f"Client '{hand.name}' of {self.dataset.name} has no samples to train on; use fewer clients."
+                    f"Client '{share.name}' of {self.dataset.name} has no samples to train on; use fewer clients."
                 )
-            own, middle = cut(hand.train, self.common.valid)
+            own, middle = cut(share.train, self.common.valid)
             train.append(own)
             held.append(middle)
-            if isinstance(hand.test, int):
-                if hand.test not in shared:
-                    shared[hand.test] = len(tests)
-                    tests.append(self.pool(hand.test)[1])
-                test_shard.append(shared[hand.test])
+            if isinstance(share.test, int):
+                if share.test not in shared:
+                    shared[share.test] = len(tests)
+                    tests.append(self.pool(share.test)[1])
+                test_shard.append(shared[share.test])
             else:
                 test_shard.append(len(tests))
-                tests.append(hand.test)
-        names = tuple(hand.name for hand in hands)
-        groups = torch.tensor([hand.group for hand in hands])
+                tests.append(share.test)
+        names = tuple(share.name for share in shares)
+        groups = torch.tensor([share.group for share in shares])
         view = groups if len(self.views) > 1 else torch.zeros_like(groups)
         keys = name_keys(names)
         return Federation(
@@ -224,31 +224,31 @@ class Deal:
         return tuple(moves)
 
 
-def deal_by_settings(deal: Deal) -> list[Hand]:
+def partition_by_settings(partition: Partition) -> list[ClientShare]:
     """Within each group, as `samples`, `alpha` and `quantity` say; by default every sample to exactly one client.
 
     Groups see the data through different views, so a sample may be held once in each group.
     """
-    groups = deal.client_groups()
-    hands = []
-    for group, name in enumerate(deal.group_names):
-        train, test = deal.pool(group)
-        own_tests = deal.common.tests == "own"
-        rows = torch.cat([train, deal.free(test)]) if own_tests else train
-        shares = split_rows(deal, rows, groups.count(group), deal.rng.at("deal", group))
-        if own_tests and deal.repeats:
+    groups = partition.client_groups()
+    found = []
+    for group, name in enumerate(partition.group_names):
+        train, test = partition.pool(group)
+        own_tests = partition.common.tests == "own"
+        rows = torch.cat([train, partition.free(test)]) if own_tests else train
+        shares = split_rows(partition, rows, groups.count(group), partition.rng.at("deal", group))
+        if own_tests and partition.repeats:
             raise ConfigError(
                 "These clients draw independently, so one may be tested on what another trains on; "
                 "use scenario.tests=kind, or scenario.sense=shares."
             )
-        for number, share in enumerate(shares):
+        for number, rows in enumerate(shares):
             client = f"{name}-{number:03d}"
             if own_tests:
-                mine, kept = cut_own_tests(share, deal.common.test)
-                hands.append(Hand(client, group, mine, kept))
+                mine, kept = cut_own_tests(rows, partition.common.test)
+                found.append(ClientShare(client, group, mine, kept))
             else:
-                hands.append(Hand(client, group, share, group))
-    return hands
+                found.append(ClientShare(client, group, rows, group))
+    return found
 
 
 def cut_own_tests(rows: Tensor, share: float) -> tuple[Tensor, Tensor]:
@@ -256,32 +256,32 @@ def cut_own_tests(rows: Tensor, share: float) -> tuple[Tensor, Tensor]:
     return cut(rows, max(share, 1.0 / max(1, len(rows))))
 
 
-def split_rows(deal: Deal, rows: Tensor, members: int, rng: Rng) -> list[Tensor]:
+def split_rows(partition: Partition, rows: Tensor, members: int, rng: Rng) -> list[Tensor]:
     """The rows of each of `members` clients of one kind, in random order."""
-    common = deal.common
+    common = partition.common
     least = common.min_samples or (2 if common.tests == "own" else 1)
     if members * least > len(rows) and not (common.samples or common.alpha):
         raise DataError(
-            f"{members} clients cannot share {len(rows)} training samples of {deal.dataset.name}, at least {least} "
-            f"each; use at most {len(rows) // least * len(deal.views)} clients."
+            f"{members} clients cannot share {len(rows)} training samples of {partition.dataset.name}, "
+            f"at least {least} each; use at most {len(rows) // least * len(partition.views)} clients."
         )
     if not len(rows):
-        raise DataError(f"There are no samples of {deal.dataset.name} left to deal out.")
-    if common.alpha is not None and not deal.dataset.num_classes:
-        raise ConfigError(f"alpha skews classes; {deal.dataset.name} has none.")
+        raise DataError(f"There are no samples of {partition.dataset.name} left to deal out.")
+    if common.alpha is not None and not partition.dataset.num_classes:
+        raise ConfigError(f"alpha skews classes; {partition.dataset.name} has none.")
     if common.alpha is not None and common.sense == "shares":
-        y = deal.dataset.y[rows]
-        kinds = [rows[y == label] for label in range(deal.dataset.num_classes)]
+        y = partition.dataset.y[rows]
+        kinds = [rows[y == label] for label in range(partition.dataset.num_classes)]
         shares = share_by_dirichlet(kinds, members, common.alpha, rng)
         return [shuffled(own, rng.at("order", i)) for i, own in enumerate(top_up(shares, least, rng))]
     if common.alpha is not None:
-        deal.repeats = True
-        return _by_label_vectors(deal, rows, members, rng)
+        partition.repeats = True
+        return _by_label_vectors(partition, rows, members, rng)
     order = shuffled(rows, rng)
     if common.samples is not None:
         if common.samples * members <= len(rows):
             return list(order[: common.samples * members].split(common.samples))
-        deal.repeats = True
+        partition.repeats = True
         return [_repeated(shuffled(rows, rng.at("client", i)), common.samples) for i in range(members)]
     if common.quantity is not None:
         return top_up(share_by_dirichlet([order], members, common.quantity, rng), least, rng)
@@ -315,12 +315,12 @@ def top_up(shares: list[Tensor], least: int, rng: Rng) -> list[Tensor]:
     return shares
 
 
-def _by_label_vectors(deal: Deal, rows: Tensor, members: int, rng: Rng) -> list[Tensor]:
+def _by_label_vectors(partition: Partition, rows: Tensor, members: int, rng: Rng) -> list[Tensor]:
     """Each client draws its label vector, then its samples, independently of the others."""
-    common, classes = deal.common, deal.dataset.num_classes
+    common, classes = partition.common, partition.dataset.num_classes
     assert common.alpha is not None
     count = common.samples or max(1, len(rows) // members)
-    y = deal.dataset.y[rows]
+    y = partition.dataset.y[rows]
     kinds = [rows[y == label] for label in range(classes)]
     there = torch.tensor([len(kind) > 0 for kind in kinds])
     alpha = common.alpha / int(there.sum()) if common.sense == "total" else common.alpha
@@ -373,13 +373,13 @@ def _repeated(rows: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """Contract of a part of a scenario: a frozen settings class that writes into a deal."""
+    """Contract of a part of a scenario: a frozen settings class that writes into a partition."""
 
     key: ClassVar[str]
     summary: ClassVar[str]
 
-    def plan(self, deal: Deal) -> None:
-        """Write this part's share into the deal."""
+    def configure(self, partition: Partition) -> None:
+        """Write this part's share into the partition."""
         raise NotImplementedError
 
 
@@ -441,11 +441,11 @@ class Scenario:
             merged |= values_of(part)
         return merged
 
-    def deal(self, dataset: Dataset, clients: int | None, rng: Rng) -> Federation:
-        """Deal a data set out."""
+    def partition(self, dataset: Dataset, clients: int | None, rng: Rng) -> Federation:
+        """Partition a data set out."""
         if clients is not None and clients < 1:
             raise ConfigError(f"clients must be an int >= 1. Got {clients} instead.")
-        plan = Deal(dataset, clients, rng.at("scenario"), self.common)
+        partition = Partition(dataset, clients, rng.at("scenario"), self.common)
         for part in self.parts:
-            part.plan(plan)
-        return plan.carry_out()
+            part.configure(partition)
+        return partition.build()

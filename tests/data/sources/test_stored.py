@@ -122,7 +122,7 @@ def test_originals_cut_short_or_without_a_part(case: Case, tmp_path: Path):
         with pytest.raises(DataError, match=str(path.name)):
             load(case.source, tmp_path)
         path.write_bytes(content)
-    if len(files) == 1 or case.name == "sign":  # nobody knows how many pictures of hands there were
+    if len(files) == 1 or case.name == "sign":  # nobody knows how many images of hands there were
         return
     files[0].unlink()
     with pytest.raises(DataError):

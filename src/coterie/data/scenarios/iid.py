@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coterie.data.scenario import Deal, Part, register_part
+from coterie.data.scenario import Part, Partition, register_part
 
 
 @register_part
@@ -16,5 +16,5 @@ class Iid(Part):
     key: ClassVar[str] = "iid"
     summary: ClassVar[str] = "samples dealt out evenly at random"
 
-    def plan(self, deal: Deal) -> None:
+    def configure(self, partition: Partition) -> None:
         """Nothing to add: this is how samples are dealt by default."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coterie.data.scenario import Deal, Part, register_part
+from coterie.data.scenario import Part, Partition, register_part
 from coterie.data.transforms import Blur, Colour, Contrast, Noise, SwapLabels, Transform, View
 from coterie.errors import ConfigError, DataError
 from coterie.settings import setting
@@ -21,15 +21,15 @@ class LabelSwapped(Part):
 
     groups: int = setting(4, "number of groups", ge=1)
 
-    def plan(self, deal: Deal) -> None:
+    def configure(self, partition: Partition) -> None:
         """One view a group."""
-        if deal.dataset.num_classes < 2 * self.groups:
+        if partition.dataset.num_classes < 2 * self.groups:
             raise ConfigError(
-                f"{self.groups} groups need {2 * self.groups} classes to swap; {deal.dataset.name} has "
-                f"{deal.dataset.num_classes}. Use fewer with --set scenario.groups=K."
+                f"{self.groups} groups need {2 * self.groups} classes to swap; {partition.dataset.name} has "
+                f"{partition.dataset.num_classes}. Use fewer with --set scenario.groups=K."
             )
         views: list[View] = [(SwapLabels(2 * g, 2 * g + 1),) for g in range(self.groups)]
-        deal.set_groups([f"s{2 * g}{2 * g + 1}" for g in range(self.groups)], views)
+        partition.set_groups([f"s{2 * g}{2 * g + 1}" for g in range(self.groups)], views)
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class _Shift(Part):
         """The change of a group; `share` goes from 0 (first group, never asked) to `strength` (last)."""
         raise NotImplementedError
 
-    def plan(self, deal: Deal) -> None:
+    def configure(self, partition: Partition) -> None:
         """One view a group."""
-        shape = deal.dataset.input_shape
+        shape = partition.dataset.input_shape
         if len(shape) != 3:
-            raise DataError(f"Only pictures can be changed this way; samples of {deal.dataset.name} are {shape}.")
+            raise DataError(f"Only pictures can be changed this way; samples of {partition.dataset.name} are {shape}.")
         views: list[View] = [()]
         for g in range(1, self.groups):
             views.append((self.change(self.strength * g / (self.groups - 1), shape[0], g),))
-        deal.set_groups([f"{self.letter}{g}" for g in range(self.groups)], views)
+        partition.set_groups([f"{self.letter}{g}" for g in range(self.groups)], views)
 
 
 @register_part
@@ -126,6 +126,6 @@ class Drift(Part):
     at: tuple[int, ...] = setting((10,), "rounds at which clients change", ge=1)
     share: float = setting(0.3, "share of the clients that change each time", gt=0, le=1)
 
-    def plan(self, deal: Deal) -> None:
+    def configure(self, partition: Partition) -> None:
         """Plan the changes."""
-        deal.drift = (tuple(sorted(self.at)), self.share)
+        partition.drift = (tuple(sorted(self.at)), self.share)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coterie.data.scenario import Deal, Part, register_part
+from coterie.data.scenario import Part, Partition, register_part
 from coterie.data.transforms import Rotate, View
 from coterie.errors import DataError
 from coterie.settings import setting
@@ -21,11 +21,11 @@ class Rotated(Part):
 
     groups: int = setting(4, "number of rotations", ge=1, le=360)
 
-    def plan(self, deal: Deal) -> None:
+    def configure(self, partition: Partition) -> None:
         """One view a group."""
-        shape = deal.dataset.input_shape
+        shape = partition.dataset.input_shape
         if len(shape) != 3 or shape[-1] != shape[-2]:
-            raise DataError(f"Only square pictures can be turned; samples of {deal.dataset.name} are {shape}.")
+            raise DataError(f"Only square pictures can be turned; samples of {partition.dataset.name} are {shape}.")
         angles = [360.0 * g / self.groups for g in range(self.groups)]
         views: list[View] = [() if angle == 0 else (Rotate(angle),) for angle in angles]
-        deal.set_groups([f"r{angle:03.0f}" for angle in angles], views)
+        partition.set_groups([f"r{angle:03.0f}" for angle in angles], views)

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from coterie.data.scenario import Deal, Hand, Part, register_part, shuffled
+from coterie.data.scenario import ClientShare, Part, Partition, register_part, shuffled
 from coterie.errors import ConfigError, DataError
 from coterie.settings import setting
 
@@ -23,9 +23,9 @@ class Dirichlet(Part):
     alpha: float = setting(3.0, "Dirichlet parameter: small is strong", gt=0)
     sense: Literal["total", "per_class", "shares"] = setting("total", "what alpha means; see the common settings")
 
-    def plan(self, deal: Deal) -> None:
+    def configure(self, partition: Partition) -> None:
         """Set the skew."""
-        deal.common = replace(deal.common, alpha=self.alpha, sense=self.sense)
+        partition.common = replace(partition.common, alpha=self.alpha, sense=self.sense)
 
 
 @register_part
@@ -38,11 +38,11 @@ class QuantitySkew(Part):
 
     quantity: float = setting(0.5, "Dirichlet parameter of the clients' shares: small is strong", gt=0)
 
-    def plan(self, deal: Deal) -> None:
+    def configure(self, partition: Partition) -> None:
         """Set the skew."""
-        if deal.common.samples is not None:
+        if partition.common.samples is not None:
             raise ConfigError("quantity_skew and scenario.samples contradict each other; keep one of them.")
-        deal.common = replace(deal.common, quantity=self.quantity)
+        partition.common = replace(partition.common, quantity=self.quantity)
 
 
 @register_part
@@ -55,31 +55,33 @@ class Shards(Part):
 
     per_client: int = setting(2, "pieces that each client gets", ge=1)
 
-    def plan(self, deal: Deal) -> None:
-        """Deal pieces."""
-        deal.set_dealer(self.deal)
+    def configure(self, partition: Partition) -> None:
+        """Partition pieces."""
+        partition.set_partitioner(self.shares)
 
-    def deal(self, deal: Deal) -> list[Hand]:
+    def shares(self, partition: Partition) -> list[ClientShare]:
         """Pieces within each group."""
-        if not deal.dataset.num_classes:
-            raise ConfigError(f"shards sorts by class; {deal.dataset.name} has none.")
-        groups = deal.client_groups()
-        hands = []
-        for group, name in enumerate(deal.group_names):
-            rows, _ = deal.pool(group)
+        if not partition.dataset.num_classes:
+            raise ConfigError(f"shards sorts by class; {partition.dataset.name} has none.")
+        groups = partition.client_groups()
+        found = []
+        for group, name in enumerate(partition.group_names):
+            rows, _ = partition.pool(group)
             members = groups.count(group)
             pieces = members * self.per_client
             if pieces > len(rows):
                 raise DataError(
-                    f"{len(rows)} samples of {deal.dataset.name} cannot be cut into {pieces} pieces; "
+                    f"{len(rows)} samples of {partition.dataset.name} cannot be cut into {pieces} pieces; "
                     "use fewer clients or a smaller scenario.per_client."
                 )
-            point = deal.rng.at("shards", group)
+            point = partition.rng.at("shards", group)
             mixed = shuffled(rows, point.at("rows"))
-            ordered = mixed[torch.argsort(deal.dataset.y[mixed], stable=True)]
+            ordered = mixed[torch.argsort(partition.dataset.y[mixed], stable=True)]
             cut = torch.tensor_split(ordered, pieces)
             luck = point.at("pieces").permutation(pieces).reshape(members, self.per_client)
             for number, mine in enumerate(luck.tolist()):
                 own = torch.cat([cut[piece] for piece in mine])
-                hands.append(Hand(f"{name}-{number:03d}", group, shuffled(own, point.at("order", number)), group))
-        return hands
+                found.append(
+                    ClientShare(f"{name}-{number:03d}", group, shuffled(own, point.at("order", number)), group)
+                )
+        return found
