@@ -102,7 +102,7 @@ def test_parts_must_have_as_many_groups():
 
 
 def test_only_one_part_partitions():
-    with pytest.raises(ConfigError, match="two parts that deal out samples"):
+    with pytest.raises(ConfigError, match="two parts that partition the samples"):
         partitioned("shards+shards", pictures(10), 2)
 
 
@@ -158,7 +158,7 @@ def test_a_share_may_have_test_rows_of_its_own_or_share_its_groups():
 def test_a_share_without_training_samples_is_refused():
     partition = make_partition()
     partition.set_partitioner(lambda _: [ClientShare("a", 0, torch.tensor([], dtype=torch.int64), 0)])
-    with pytest.raises(DataError, match=r"Client 'a' of pictures has no samples to train on; use fewer clients\."):
+    with pytest.raises(DataError, match=r"Client 'a' of pictures has no training samples; use fewer clients\."):
         partition.build()
 
 

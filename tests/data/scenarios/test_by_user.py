@@ -96,9 +96,9 @@ def test_some_of_the_users(data):
 
 
 def test_more_clients_than_users(data):
-    with pytest.raises(DataError, match=r"own has 4 users; 5 clients were asked for\."):
+    with pytest.raises(DataError, match=r"own has 4 users, fewer than the 5 clients"):
         partitioned(data, clients=5)
-    with pytest.raises(DataError, match=r"own has 2 users; 3 clients were asked for\."):
+    with pytest.raises(DataError, match=r"own has 2 users, fewer than the 3 clients"):
         partitioned(data, clients=3, min_samples=10)
 
 
@@ -118,7 +118,7 @@ def test_a_user_with_one_sample_is_refused_with_the_way_out(data):
 
 
 def test_data_without_users(data):
-    with pytest.raises(DataError, match=r"own does not say who made which sample; use another scenario, such as iid\."):
+    with pytest.raises(DataError, match=r"own has no users; use another scenario, such as iid\."):
         partitioned(replace(data, user=None))
 
 

@@ -30,7 +30,7 @@ def test_each_group_has_its_own_source_and_tests():
         assert federation.test.rows(client).tolist() == np.flatnonzero((domain == group) & ~is_train).tolist()
     small = partitioned("multi_source", 12, dataset=data(group=domain, is_train=is_train), samples=600, alpha=100.0)
     assert small.train.sizes.tolist() == [600] * 12
-    with pytest.raises(DataError, match="many has one source only"):
+    with pytest.raises(DataError, match="many has a single source"):
         partitioned("multi_source")
 
 
@@ -55,11 +55,11 @@ def test_groups_of_classes_are_shared_by_dirichlet(alpha, purity):
 def test_fewer_samples_in_all():
     federation = partitioned("grouped_labels", total=900)
     assert len(federation.train.index) + len(federation.test.index) == 900
-    with pytest.raises(DataError, match="has 3000 samples; scenario.total asks for 9000"):
+    with pytest.raises(DataError, match="has 3000 samples, fewer than scenario.total=9000"):
         partitioned("grouped_labels", total=9000)
-    with pytest.raises(ConfigError, match="cannot make 11 groups"):
+    with pytest.raises(ConfigError, match="cannot form 11 groups"):
         partitioned("grouped_labels", groups=11)
-    with pytest.raises(ConfigError, match="it cannot be joined"):
+    with pytest.raises(ConfigError, match="do not join it"):
         partitioned("multi_source+grouped_labels", dataset=data(group=np.arange(3000) % 3))
 
 

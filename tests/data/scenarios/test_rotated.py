@@ -70,11 +70,11 @@ def test_uneven_angles_have_distinct_names():
 
 
 @pytest.mark.parametrize(("height", "width"), [(3, 4), (4, 3)])
-def test_only_square_pictures_can_be_turned(height, width):
-    with pytest.raises(DataError, match="Only square pictures can be turned; samples of pictures are"):
+def test_only_square_images_can_be_rotated(height, width):
+    with pytest.raises(DataError, match="rotated needs square images, but samples of pictures have shape"):
         partitioned(pictures(height=height, width=width))
 
 
-def test_tables_cannot_be_turned():
-    with pytest.raises(DataError, match=r"Only square pictures can be turned; samples of table are \(4,\)\."):
+def test_tables_cannot_be_rotated():
+    with pytest.raises(DataError, match=r"rotated needs square images, but samples of table have shape \(4,\)\."):
         partitioned(Dataset("table", torch.ones(20, 4), torch.zeros(20, dtype=torch.int64), num_classes=1))
