@@ -24,7 +24,7 @@ def ragged_federation(clients: int = 9, seed: int = 0, reserve: int = 0, **setti
     """Clients of different sizes in two groups, small pictures, three classes; the server may reserve some samples."""
     source = Synthetic(**{"groups": 2, "samples": 16, "spread": 0.6, "shape": (1, 4, 4), "classes": 3} | settings)
     rng = Rng.seed(seed)
-    return Scenario.named("by_user", {"reserve": reserve}).deal(source.load(clients, rng, None), None, rng)
+    return Scenario.named("by_user", {"reserve": reserve}).partition(source.load(clients, rng, None), None, rng)
 
 
 def reserved_for(algorithm: Algorithm) -> int:

@@ -82,7 +82,7 @@ def test_errors_are_one_sentence(command: Command, folder: Path):
     assert "Did you mean 'usps'?" in command("data", "fetch", "uspss").error
     command("data", "fetch", "usps")
     (folder / "usps.npz.sha256").write_text("0000")
-    assert "does not have the checksum" in command("data", "fetch", "usps", "--json").error
+    assert "does not match the checksum" in command("data", "fetch", "usps", "--json").error
 
 
 def test_without_the_extra(command: Command, monkeypatch: pytest.MonkeyPatch):

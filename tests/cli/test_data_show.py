@@ -190,7 +190,7 @@ def test_features_have_no_sample_pictures_and_targets_no_labels(show: Command, t
 
 WRONG: list[tuple[tuple[Any, ...], str]] = [
     (("rotated-digit",), "There is no dataset 'rotated-digit'. Did you mean 'rotated-digits'?"),
-    (("missing.npz",), "There is no file missing.npz."),
+    (("missing.npz",), "There is no file missing.npz;"),
     (("rotated-digits", "--scenario", "rotatd"), "There is no scenario 'rotatd'. Did you mean 'rotated'?"),
     (("rotated-digits", "--clients", "many"), "--clients must be an int >= 1. Got 'many' instead."),
     (("rotated-digits", "--clients", 0), "--clients must be an int >= 1. Got '0' instead."),

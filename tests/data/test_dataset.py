@@ -80,7 +80,7 @@ def test_find_preset_by_name():
 
 
 def test_find_preset_of_a_missing_file():
-    with pytest.raises(DataError, match=r"There is no file none\.npz\."):
+    with pytest.raises(DataError, match=r"There is no file none\.npz; check the path\."):
         find_preset("none.npz")
     with pytest.raises(DataError, match="There is no file folder/none"):
         find_preset("folder/none")

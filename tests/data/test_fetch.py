@@ -89,7 +89,7 @@ def test_already_there(tmp_path: Path, request: pytest.FixtureRequest):
 def test_what_is_there_is_checked_and_force_replaces_it(tmp_path: Path):
     first = fetch("usps", tmp_path)
     first.path.write_bytes(first.path.read_bytes()[:-30])
-    with pytest.raises(DataError, match=r"does not have the checksum .*--force"):
+    with pytest.raises(DataError, match=r"does not match the checksum .*--force"):
         fetch("usps", tmp_path)
     assert fetch("usps", tmp_path, force=True) == first
 
@@ -101,7 +101,7 @@ def test_a_damaged_file_without_a_checksum(tmp_path: Path):
 
 
 class Breaks:
-    """A picture that cannot be decoded."""
+    """An image that cannot be decoded."""
 
     def convert(self, mode: str) -> Any:
         raise OSError("image file is truncated")
@@ -152,12 +152,12 @@ def test_columns_that_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("part", ["train", "test"])
-def test_pictures_of_several_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str):
+def test_images_of_different_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str):
     rows = CASES["usps"].hub
     assert rows is not None
     for row in rows[part] if part == "test" else rows[part][:1]:
         monkeypatch.setitem(row, "image", Image.new("L", (3, 3)))
-    with pytest.raises(DataError, match="pictures of several sizes"):
+    with pytest.raises(DataError, match="images of different sizes"):
         fetch("usps", tmp_path)
     assert names(tmp_path) == []
 
@@ -170,9 +170,9 @@ def test_the_extra_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.Monk
         fetch(name, tmp_path)
 
 
-def test_a_folder_that_cannot_be(tmp_path: Path):
+def test_a_folder_that_cannot_be_created(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="did not take the data"):
+    with pytest.raises(StorageError, match="could not be written"):
         fetch("usps", tmp_path / "file")
 
 

@@ -1,4 +1,4 @@
-"""Scenarios: names and settings, plans of several parts, and what every deal must keep to."""
+"""Scenarios: names and settings, partitions by several parts, and what every partition must keep to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.data.dataset import Dataset
-from coterie.data.scenario import Deal, Hand, Scenario, deal_by_settings, parts
+from coterie.data.scenario import ClientShare, Partition, Scenario, partition_by_settings, parts
 from coterie.data.scenarios.iid import Iid
 from coterie.data.scenarios.rotated import Rotated
 from coterie.data.transforms import Rotate
@@ -35,8 +35,8 @@ def pictures(size, *, is_train=None, user=None, group=None):
     )
 
 
-def deal(name, dataset, clients, seed=0, **values):
-    return Scenario.named(name, values).deal(dataset, clients, Rng.seed(seed))
+def partitioned(name, dataset, clients, seed=0, **values):
+    return Scenario.named(name, values).partition(dataset, clients, Rng.seed(seed))
 
 
 # ---- names and settings ----
@@ -76,77 +76,77 @@ def test_bad_values_give_one_sentence():
     with pytest.raises(ConfigError, match=r"^valid of Common must be a number >= 0 and < 1\. Got 1\.0 instead\.$"):
         Scenario.named("iid", {"valid": 1})
     with pytest.raises(ConfigError, match=r"^clients must be an int >= 1\. Got 0 instead\.$"):
-        deal("iid", pictures(10), 0)
+        partitioned("iid", pictures(10), 0)
 
 
-# ---- plans ----
+# ---- the partition ----
 
 
-def make_plan(clients=4, dataset=None):
-    return Deal(dataset or pictures(20), clients, Rng.seed(0))
+def make_partition(clients=4, dataset=None):
+    return Partition(dataset or pictures(20), clients, Rng.seed(0))
 
 
 def test_groups_of_two_parts_are_zipped():
-    plan = make_plan()
-    plan.set_groups(["a", "b"], [(), (Rotate(90),)])
-    plan.set_groups(["x", "y"], [(Rotate(10),), (Rotate(20),)])
-    assert plan.group_names == ["a-x", "b-y"]
-    assert plan.views == [(Rotate(10),), (Rotate(90), Rotate(20))]
+    partition = make_partition()
+    partition.set_groups(["a", "b"], [(), (Rotate(90),)])
+    partition.set_groups(["x", "y"], [(Rotate(10),), (Rotate(20),)])
+    assert partition.group_names == ["a-x", "b-y"]
+    assert partition.views == [(Rotate(10),), (Rotate(90), Rotate(20))]
 
 
 def test_parts_must_have_as_many_groups():
-    plan = make_plan()
-    plan.set_groups(["a", "b"], [(), ()])
+    partition = make_partition()
+    partition.set_groups(["a", "b"], [(), ()])
     with pytest.raises(ConfigError, match=r"parts with 2 and 3 groups; give them the same number"):
-        plan.set_groups(["x", "y", "z"], [(), (), ()])
+        partition.set_groups(["x", "y", "z"], [(), (), ()])
 
 
-def test_only_one_part_deals():
-    with pytest.raises(ConfigError, match="two parts that deal out samples"):
-        deal("shards+shards", pictures(10), 2)
+def test_only_one_part_partitions():
+    with pytest.raises(ConfigError, match="two parts that partition the samples"):
+        partitioned("shards+shards", pictures(10), 2)
 
 
 def test_client_groups_are_even():
     for clients, groups in ((7, 3), (4, 4), (10, 1), (40, 4)):
-        plan = make_plan(clients)
-        plan.set_groups([str(g) for g in range(groups)], [()] * groups)
-        sizes = Counter(plan.client_groups())
+        partition = make_partition(clients)
+        partition.set_groups([str(g) for g in range(groups)], [()] * groups)
+        sizes = Counter(partition.client_groups())
         assert set(sizes) == set(range(groups))
         assert max(sizes.values()) - min(sizes.values()) <= 1
-        assert plan.client_groups() == sorted(plan.client_groups())
+        assert partition.client_groups() == sorted(partition.client_groups())
 
 
 def test_fewer_clients_than_groups_are_refused():
     with pytest.raises(ConfigError, match=r"clients must be at least the number of groups, 4\. Got 3 instead\."):
-        deal("rotated", pictures(30), 3)
+        partitioned("rotated", pictures(30), 3)
 
 
 def test_the_official_split_is_kept():
     flags = np.arange(20) % 4 != 0
-    train, test = make_plan(dataset=pictures(20, is_train=flags)).pool(0)
+    train, test = make_partition(dataset=pictures(20, is_train=flags)).pool(0)
     assert train.tolist() == np.flatnonzero(flags).tolist()
     assert test.tolist() == [0, 4, 8, 12, 16]
 
 
 def test_without_one_a_fifth_is_for_testing():
-    train, test = make_plan().pool(0)
+    train, test = make_partition().pool(0)
     assert (len(train), len(test)) == (16, 4)
     assert sorted([*train.tolist(), *test.tolist()]) == list(range(20))
-    other = Deal(pictures(20), 4, Rng.seed(1)).pool(0)[1]
+    other = Partition(pictures(20), 4, Rng.seed(1)).pool(0)[1]
     assert test.tolist() != other.tolist()
 
 
-def test_a_hand_may_have_test_rows_of_its_own_or_share_its_groups():
-    plan = make_plan(dataset=pictures(10, is_train=np.arange(10) < 8))
-    plan.set_dealer(
+def test_a_share_may_have_test_rows_of_its_own_or_share_its_groups():
+    partition = make_partition(dataset=pictures(10, is_train=np.arange(10) < 8))
+    partition.set_partitioner(
         lambda _: [
-            Hand("a", 0, torch.tensor([0, 1]), 0),
-            Hand("b", 0, torch.tensor([2]), torch.tensor([3, 4])),
-            Hand("c", 0, torch.tensor([5]), 0),
+            ClientShare("a", 0, torch.tensor([0, 1]), 0),
+            ClientShare("b", 0, torch.tensor([2]), torch.tensor([3, 4])),
+            ClientShare("c", 0, torch.tensor([5]), 0),
         ]
     )
-    plan.common = replace(plan.common, valid=0.5)
-    federation = plan.carry_out()
+    partition.common = replace(partition.common, valid=0.5)
+    federation = partition.build()
     assert [federation.test.rows(i).tolist() for i in range(3)] == [[8, 9], [3, 4], [8, 9]]
     assert len(federation.test.offsets) == 3  # two shards: the shared one lies there once
     assert [federation.train.rows(i).tolist() for i in range(3)] == [[0], [2], [5]]
@@ -155,35 +155,35 @@ def test_a_hand_may_have_test_rows_of_its_own_or_share_its_groups():
     assert federation.groups is None
 
 
-def test_a_hand_without_training_samples_is_refused():
-    plan = make_plan()
-    plan.set_dealer(lambda _: [Hand("a", 0, torch.tensor([], dtype=torch.int64), 0)])
-    with pytest.raises(DataError, match=r"Client 'a' of pictures has no samples to train on; use fewer clients\."):
-        plan.carry_out()
+def test_a_share_without_training_samples_is_refused():
+    partition = make_partition()
+    partition.set_partitioner(lambda _: [ClientShare("a", 0, torch.tensor([], dtype=torch.int64), 0)])
+    with pytest.raises(DataError, match=r"Client 'a' of pictures has no training samples; use fewer clients\."):
+        partition.build()
 
 
-def test_dealing_evenly_takes_every_training_sample_once():
-    hands = deal_by_settings(make_plan(3))
-    assert [hand.name for hand in hands] == ["all-000", "all-001", "all-002"]
-    rows = torch.cat([hand.train for hand in hands]).tolist()
-    assert sorted(rows) == make_plan(3).pool(0)[0].tolist()
+def test_an_even_partition_takes_every_training_sample_once():
+    shares = partition_by_settings(make_partition(3))
+    assert [share.name for share in shares] == ["all-000", "all-001", "all-002"]
+    rows = torch.cat([share.train for share in shares]).tolist()
+    assert sorted(rows) == make_partition(3).pool(0)[0].tolist()
 
 
 def test_more_clients_than_samples_are_refused_with_the_most_that_go():
     with pytest.raises(DataError) as caught:
-        deal("rotated", pictures(10), 20, groups=2)
+        partitioned("rotated", pictures(10), 20, groups=2)
     assert str(caught.value) == (
         "10 clients cannot share 8 training samples of pictures, at least 1 each; use at most 16 clients."
     )
-    assert len(deal("rotated", pictures(10), 16, groups=2)) == 16
+    assert len(partitioned("rotated", pictures(10), 16, groups=2)) == 16
 
 
-# ---- what every deal must keep to ----
+# ---- what every partition must keep to ----
 
 
 @st.composite
-def deals(draw):
-    """A scenario with data that it can deal out."""
+def partitions(draw):
+    """A scenario with data that it can partition."""
     name = draw(st.sampled_from(["iid", "rotated", "by_user", "by_user+groups"]))
     seed, valid = draw(st.integers(0, 1000)), draw(st.sampled_from([0.0, 0.1, 0.5, 0.9]))
     values = {"valid": valid}
@@ -203,11 +203,11 @@ def deals(draw):
     return name, pictures(size, is_train=is_train), draw(st.integers(4, 12)), seed, values
 
 
-@given(deals())
+@given(partitions())
 @settings(max_examples=60, deadline=None)
 def test_every_deal_is_fair(made):
     name, dataset, clients, seed, values = made
-    federation = deal(name, dataset, clients, seed, **values)
+    federation = partitioned(name, dataset, clients, seed, **values)
     count = len(federation)
     assert count == (clients or len(dataset.user_names))
     groups = federation.view_of(torch.arange(count)) if federation.groups is None else federation.groups
@@ -227,22 +227,22 @@ def test_every_deal_is_fair(made):
             assert set(rows) | tested == set(range(len(dataset)))  # and none is lost
 
 
-@given(deals())
+@given(partitions())
 @settings(max_examples=25, deadline=None)
 def test_a_deal_hangs_on_the_seed_only(made):
     name, dataset, clients, seed, values = made
     torch.manual_seed(1)
-    one = deal(name, dataset, clients, seed, **values)
+    one = partitioned(name, dataset, clients, seed, **values)
     torch.manual_seed(2)
-    assert deal(name, dataset, clients, seed, **values).digest() == one.digest()
+    assert partitioned(name, dataset, clients, seed, **values).digest() == one.digest()
 
 
 def test_another_seed_deals_differently():
-    assert deal("iid", pictures(60), 5, seed=0).digest() != deal("iid", pictures(60), 5, seed=1).digest()
+    assert partitioned("iid", pictures(60), 5, seed=0).digest() != partitioned("iid", pictures(60), 5, seed=1).digest()
 
 
 def test_the_validation_share_is_taken_from_the_training_samples():
-    none, some = (deal("iid", pictures(100), 4, valid=v) for v in (0.0, 0.25))
+    none, some = (partitioned("iid", pictures(100), 4, valid=v) for v in (0.0, 0.25))
     for client in range(4):
         assert none.train.rows(client).tolist() == [
             *some.train.rows(client).tolist(),

@@ -1,1 +1,1 @@
-"""Samples, and how clients get them."""
+"""Datasets, and how they are partitioned into federations."""

@@ -1,7 +1,7 @@
-"""Where samples come from: `Dataset`, the contract of a source, and the named datasets a user can ask for.
+"""`Dataset`, the contract of a source, and the registry of named datasets.
 
-A source only reads samples; who gets which of them is the scenario's business. A preset is a name for
-a source, a scenario and defaults that suit them (`rotated-digits`); the implementations are in `datasets/`.
+A source only loads samples; the scenario partitions them. A preset names a source, a scenario and matching
+defaults (`rotated-digits`). The sources are in `sources/`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coterie.randomness import Rng
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples with their labels, and what is known about where they come from."""
+    """Samples with their labels, and where they come from, if known."""
 
     name: str
     x: Tensor  # uint8 images [S, C, H, W], or float32 features [S, ...]
@@ -33,8 +33,8 @@ class Dataset:
     is_train: NDArray[np.bool_] | None = None  # [S]; None: no official split
     user: NDArray[np.int64] | None = None  # [S] index into user_names
     user_names: tuple[str, ...] = ()
-    group: NDArray[np.int64] | None = None  # [S] the true kind of the sample's maker, or its domain
-    mean: float = 0.0  # inputs are given to networks as (x - mean) / std
+    group: NDArray[np.int64] | None = None  # [S] the true group of the sample's user, or its domain
+    mean: float = 0.0  # networks get (x - mean) / std
     std: float = 1.0
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class Dataset:
         return tuple(self.x.shape[1:])
 
     def validate(self) -> Dataset:
-        """Refuse what no scenario could deal out; returns itself."""
+        """Raise DataError if the samples are unusable; return self."""
         if len(self.x) != len(self.y):
             raise DataError(f"{self.name}: {len(self.x)} samples but {len(self.y)} labels.")
         if not len(self.x):
@@ -56,7 +56,7 @@ class Dataset:
             if values is not None and len(values) != len(self.x):
                 raise DataError(f"{self.name}: {len(self.x)} samples but {len(values)} entries in '{column}'.")
         if self.x.is_floating_point() and not bool(torch.isfinite(self.x).all()):
-            raise DataError(f"{self.name}: x has NaN or infinite values; clean them before training.")
+            raise DataError(f"{self.name}: x has NaN or infinite values; remove them before training.")
         if self.num_classes and int(self.y.min()) < 0:
             raise DataError(f"{self.name}: labels must be 0 or larger. Got {int(self.y.min())} instead.")
         if self.num_classes and int(self.y.max()) >= self.num_classes:
@@ -69,22 +69,19 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Source:
-    """Contract of a source: a frozen settings class that loads a `Dataset`.
-
-    `clients` and `rng` matter only to sources that make their data up.
-    """
+    """Contract of a source: a frozen settings class that loads a `Dataset`."""
 
     key: ClassVar[str]
     summary: ClassVar[str]
 
     def load(self, clients: int | None, rng: Rng, data_dir: Path | None) -> Dataset:
-        """Read or make the samples."""
+        """Load the samples; only sources that generate data use `clients` and `rng`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A dataset as the user names it: source + scenario + the defaults that suit them."""
+    """A named dataset: source, scenario and matching defaults."""
 
     name: str
     summary: str
@@ -103,13 +100,13 @@ _PRESETS: dict[str, Preset] = {}
 
 
 def register_source(cls: type[Source]) -> type[Source]:
-    """Class decorator: make a source known by its `key`."""
+    """Class decorator: register a source under its `key`."""
     _SOURCES[cls.key] = cls
     return cls
 
 
 def register_preset(preset: Preset) -> Preset:
-    """Make a named dataset known."""
+    """Register a named dataset."""
     _PRESETS[preset.name] = preset
     return preset
 
@@ -136,7 +133,7 @@ def source_class(key: str) -> type[Source]:
 
 
 def find_preset(name: str) -> Preset:
-    """The preset a user asked for: a registered name, or the path of an `.npz` file."""
+    """The preset of a registered name or of the path of an `.npz` file."""
     if name.endswith(".npz") or "/" in name:
         from coterie.data.sources.npz import preset_of_file
 
@@ -148,7 +145,7 @@ def find_preset(name: str) -> Preset:
 
 
 def positive_clients(clients: int | None, default: int) -> int:
-    """The number of clients to make, `default` if the user did not say."""
+    """The number of clients to generate: `clients`, or `default` if it is None."""
     number = default if clients is None else clients
     if number < 1:
         raise ConfigError(f"clients must be an int >= 1. Got {number} instead.")

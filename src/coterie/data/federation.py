@@ -1,7 +1,7 @@
-"""Federation: the samples packed once, and who holds which of them.
+"""Federation: the packed samples, and the shards of each client.
 
 Every client has a train, a valid and a test shard; a shard is a list of rows of the packed data. Clients
-may share a shard (the test set of their kind), which is then stored, and evaluated, once.
+may share a shard (the test set of their group), which is then stored and evaluated once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ SplitName = Literal["train", "valid", "test"]
 
 @dataclass(frozen=True)
 class Split:
-    """Shards as one packed list of rows: shard s is index[offsets[s]:offsets[s + 1]]."""
+    """Shards packed into one list of rows: shard s is index[offsets[s]:offsets[s + 1]]."""
 
     index: Tensor  # int64 [total]
     offsets: Tensor  # int64 [S + 1]
-    shard: Tensor  # int64 [N]: the shard that each client reads
+    shard: Tensor  # int64 [N]: the shard of each client
 
     @classmethod
     def of(cls, shards: Sequence[Tensor], shard: Tensor | None = None) -> Split:
-        """Pack lists of rows; by default client i reads shard i."""
+        """Pack lists of rows; by default client i has shard i."""
         lengths = torch.tensor([0, *(len(rows) for rows in shards)], dtype=torch.int64)
         index = torch.cat(list(shards)) if shards else torch.empty(0, dtype=torch.int64)
         own = torch.arange(len(shards)) if shard is None else shard
@@ -44,12 +44,11 @@ class Split:
         return self.offsets.diff()[self.shard]
 
     def rows(self, client: int) -> Tensor:
-        """The rows of one client."""
         shard = int(self.shard[client])
         return self.index[int(self.offsets[shard]) : int(self.offsets[shard + 1])]
 
     def select(self, clients: Tensor) -> Split:
-        """The same shards for some of the clients only."""
+        """The shards of some of the clients."""
         kept, shard = torch.unique(self.shard[clients], return_inverse=True)
         rows = [self.index[int(self.offsets[s]) : int(self.offsets[s + 1])] for s in kept.tolist()]
         return Split.of(rows, shard)
@@ -57,7 +56,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Move:
-    """From this round on clients are of other kinds."""
+    """The views and groups of all clients from a round on."""
 
     round: int
     view: Tensor  # int64 [N]
@@ -66,7 +65,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Federation:
-    """N clients over one packed data set."""
+    """N clients over one packed dataset."""
 
     name: str
     x: Tensor  # uint8 or float32 [S, ...]
@@ -76,16 +75,16 @@ class Federation:
     valid: Split
     test: Split
     names: tuple[str, ...]  # [N]
-    keys: Tensor  # int64 [N]: what a client's randomness hangs on; renaming keeps it
+    keys: Tensor  # int64 [N]: random keys of the clients; renaming keeps them
     views: tuple[View, ...] = ((),)
-    view: Tensor | None = None  # int64 [N] index into views; None: the first for all
+    view: Tensor | None = None  # int64 [N] index into views; None: all clients use the first
     groups: Tensor | None = None  # int64 [N] true groups, for evaluation only
     mean: float = 0.0
     std: float = 1.0
-    moves: tuple[Move, ...] = ()  # clients that change their kind, by round
-    reserved: Tensor | None = None  # int64 [R] rows that the server has, and no client
-    reserved_view: Tensor | None = None  # int64 [R] the view each of them is seen through
-    repeats: bool = False  # whether a sample may be held by several clients of one kind
+    moves: tuple[Move, ...] = ()  # changes of views and groups, by round
+    reserved: Tensor | None = None  # int64 [R] rows that only the server has
+    reserved_view: Tensor | None = None  # int64 [R] the view of each reserved row
+    repeats: bool = False  # whether several clients of one group may hold the same sample
 
     def __len__(self) -> int:
         return len(self.names)
@@ -96,32 +95,28 @@ class Federation:
         return tuple(self.x.shape[1:])
 
     def split(self, name: SplitName) -> Split:
-        """The split of that name."""
         splits: dict[str, Split] = {"train": self.train, "valid": self.valid, "test": self.test}
         return splits[name]
 
     def view_of(self, clients: Tensor) -> Tensor:
-        """Index of the view of each of these clients."""
+        """View index of each of these clients."""
         return torch.zeros_like(clients) if self.view is None else self.view[clients]
 
     def samples(self, client: int, split: SplitName = "train") -> tuple[Tensor, Tensor]:
-        """Inputs and labels of one client as its network gets them: scaled, and through its view."""
+        """Inputs and labels of one client, scaled and seen through its view."""
         rows = self.split(split).rows(client)
         view = self.views[int(self.view_of(torch.tensor([client]))[0])]
         return apply_view(view, (self.x[rows].float() - self.mean) / self.std, self.y[rows], rows)
 
     def at(self, round: int) -> Federation:
-        """The federation as it is in that round: clients that drift have the view and group of then."""
+        """The federation in that round: clients that drift have their current view and group."""
         since = [move for move in self.moves if move.round <= round]
         if not since:
             return self
         return replace(self, view=since[-1].view, groups=since[-1].groups)
 
     def reserved_samples(self) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of the samples that the server has; none of them is in any shard.
-
-        They are drawn as the samples of all clients together are: each is seen as some kind of client sees it.
-        """
+        """Inputs and labels of the server's own samples, each seen through its view; no shard contains them."""
         rows = torch.empty(0, dtype=torch.int64) if self.reserved is None else self.reserved
         x, y = (self.x[rows].float() - self.mean) / self.std, self.y[rows].clone()
         seen = torch.zeros_like(rows) if self.reserved_view is None else self.reserved_view
@@ -131,7 +126,7 @@ class Federation:
         return x, y
 
     def validate(self) -> Federation:
-        """Refuse what cannot be trained on; returns itself."""
+        """Raise DataError if the federation cannot be trained on; return self."""
         if not self.names:
             raise DataError(f"{self.name} has no clients.")
         if len(set(self.names)) != len(self.names):
@@ -146,11 +141,11 @@ class Federation:
         return self
 
     def rename(self, names: Mapping[str, str]) -> Federation:
-        """The same clients under other names; nothing else changes, their randomness included."""
+        """The same clients under other names; their random keys do not change."""
         return replace(self, names=tuple(names.get(name, name) for name in self.names)).validate()
 
     def select(self, clients: Sequence[int] | Tensor) -> Federation:
-        """A federation of some of the clients, in the given order."""
+        """The federation of these clients, in this order."""
         ids = torch.as_tensor(clients, dtype=torch.int64)
         return replace(
             self,
@@ -165,7 +160,7 @@ class Federation:
         )
 
     def digest(self) -> str:
-        """A name of the exact data: changes when any sample, label, shard, view or client does."""
+        """Hash of the data: changes with any sample, label, shard, view or client."""
         total = hashlib.blake2b(digest_size=16)
         tensors = [self.x, self.y, self.keys, self.view_of(torch.arange(len(self)))]
         if self.groups is not None:
@@ -185,7 +180,7 @@ class Federation:
         return total.hexdigest()
 
     def label_counts(self, *splits: SplitName) -> Tensor:
-        """Samples of each class at each client in these splits (train), as the client names them: int64 [N, L]."""
+        """Samples per client and class in these splits (by default train), with the labels it sees: int64 [N, L]."""
         wide, everyone = self.num_classes, torch.arange(len(self))
         found, seen = torch.zeros(len(self), wide, dtype=torch.int64), self.view_of(everyone)
         for which in (self.split(name) for name in splits or ("train",) if wide):
@@ -204,7 +199,7 @@ class Federation:
         return {} if self.groups is None else name_groups(self.names, self.groups.tolist())
 
     def manifest(self) -> dict[str, object]:
-        """Who holds how much of what, for the run folder."""
+        """Summary of the federation for the run folder."""
         counts = self.label_counts().tolist() if self.num_classes else None
         return {
             "digest": self.digest(),
@@ -231,7 +226,7 @@ class Federation:
         valid: float = 0.1,
         groups: Mapping[str, int] | None = None,
     ) -> Federation:
-        """A federation from tensors: client name -> (x, y); the last share of each client is its test set.
+        """A federation from tensors: client name -> (x, y); the last samples of each client are its test set.
 
         >>> data = {f"c{i}": (torch.randn(20, 4), torch.arange(20) % 2) for i in range(3)}
         >>> federation = Federation.from_clients(data)
@@ -248,10 +243,10 @@ class Federation:
             if x.shape[1:] != first.shape[1:] or x.dtype != first.dtype:
                 raise DataError(
                     f"Samples of client '{client}' are {tuple(x.shape[1:])} {x.dtype}, those of the first client "
-                    f"{tuple(first.shape[1:])} {first.dtype}; they must be alike."
+                    f"{tuple(first.shape[1:])} {first.dtype}; they must be the same."
                 )
             if groups is not None and client not in groups:
-                raise DataError(f"groups does not say which group client '{client}' is in.")
+                raise DataError(f"groups has no entry for client '{client}'; name the group of every client.")
             rows = torch.arange(start, start + len(x))
             start += len(x)
             own, last = cut(rows, test)
@@ -294,11 +289,11 @@ def name_groups(names: Sequence[str], groups: Sequence[int]) -> dict[int, str]:
 
 
 def cut(rows: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Keep the first rows, hold out the last `share` of them; at least one row is kept.
+    """Hold out the last `share` of the rows, but keep at least one row.
 
     >>> cut(torch.arange(10), 0.2)[1].tolist()
     [8, 9]
     """
-    # 0.29 * 100 is 28.999...: a share that comes out even must not lose a row to rounding.
+    # 0.29 * 100 is 28.999...: do not lose a row to rounding.
     held = min(int(share * len(rows) + 1e-9), max(0, len(rows) - 1))
     return rows[: len(rows) - held], rows[len(rows) - held :]

@@ -1,6 +1,6 @@
-"""Samples as pictures: which can be shown, one as its client sees it, and a few of many, evenly.
+"""Samples as displayable images.
 
-Only numpy and torch: a run keeps such pictures for its report, and runs need no drawing library.
+Uses only numpy and torch: runs store images for their reports, and must not depend on a plotting library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 
 def is_picture(shape: Sequence[int]) -> bool:
-    """Whether a sample of this shape can be shown: [1 or 3, H, W].
+    """Whether a sample of this shape is an image: [1 or 3, H, W].
 
     >>> is_picture((1, 8, 8)), is_picture((3, 32, 32)), is_picture((784,)), is_picture((1, 80, 1))
     (True, True, False, False)
@@ -28,7 +28,7 @@ def is_picture(shape: Sequence[int]) -> bool:
 
 
 def picture(federation: Federation, client: int, row: Tensor) -> Floats:
-    """One sample (row [1] of the packed data) as this client sees it, on the scale of the data: [H, W, 3]."""
+    """One sample (row [1] of the packed data) as this client sees it, in the units of the data: [H, W, 3]."""
     everyone = torch.zeros(len(federation), dtype=torch.int64)
     alone = replace(federation, train=Split(row, torch.tensor([0, 1]), everyone))
     x = alone.samples(client)[0][0] * federation.std + federation.mean  # [C, H, W]
@@ -36,10 +36,10 @@ def picture(federation: Federation, client: int, row: Tensor) -> Floats:
 
 
 def black_and_white(federation: Federation, pictures: Iterable[Floats]) -> tuple[float, float]:
-    """Which value is black and which is white."""
+    """The values to display as black and as white."""
     if federation.x.dtype == torch.uint8:
         top = float(federation.x.max())
-        return 0.0, 255.0 if top > 127 else max(top, 1.0)  # digits go from 0 to 16
+        return 0.0, 255.0 if top > 127 else max(top, 1.0)  # the embedded digits range from 0 to 16
     shown = list(pictures)
     values = np.stack(shown) if shown else np.zeros(1)
     low, high = float(values.min()), float(values.max())
@@ -47,7 +47,7 @@ def black_and_white(federation: Federation, pictures: Iterable[Floats]) -> tuple
 
 
 def spread_evenly(total: int, most: int) -> list[int]:
-    """All of range(total), or `most` of them, evenly.
+    """Up to `most` evenly spaced indices of range(total).
 
     >>> spread_evenly(3, 5), spread_evenly(10, 4), spread_evenly(9, 1)
     ([0, 1, 2], [0, 3, 6, 9], [0])
@@ -58,7 +58,7 @@ def spread_evenly(total: int, most: int) -> list[int]:
 
 
 def to_shades(x: Tensor) -> NDArray[np.uint8]:
-    """Inputs [..., C, H, W] as pictures [..., H, W, C], each from its own black to its own white."""
+    """Inputs [..., C, H, W] as images [..., H, W, C], each scaled to its own range."""
     flat = x.flatten(-3)
     low, high = flat.amin(-1), flat.amax(-1)
     scaled = (x - low[..., None, None, None]) / (high - low).clamp_min(1e-12)[..., None, None, None]

@@ -1,8 +1,8 @@
-"""Who holds which samples, seen how, and what the true groups are: Dataset -> Federation.
+"""Scenarios: how a dataset is partitioned into a federation, with which views and true groups.
 
-A scenario is one part or several joined by `+`. Each part writes its share into a `Deal`; the deal is then
-carried out. Parts that make groups (rotated, label_swapped ...) are zipped: group g gets the g-th change
-of each. The implementations are in `scenarios/`.
+A scenario is one part, or several joined by `+`. Each part configures a `Partition`, which then builds the
+federation. Parts that define groups (rotated, label_swapped ...) are zipped: group g gets the g-th view of each.
+The parts are in `scenarios/`.
 """
 
 from __future__ import annotations
@@ -27,63 +27,63 @@ from coterie.settings import build, fields_of, setting, values_of
 
 @dataclass(frozen=True)
 class Common:
-    """What every scenario has: how many samples, how skewed, and what is held out."""
+    """Settings of every scenario: samples per client, skew and held-out samples."""
 
-    samples: int | None = setting(None, "samples of each client; by default all are dealt out", ge=2)
-    alpha: float | None = setting(None, "label skew, a Dirichlet parameter: small is strong; by default none", gt=0)
+    samples: int | None = setting(None, "samples per client; by default all samples are distributed", ge=2)
+    alpha: float | None = setting(None, "label skew, a Dirichlet parameter: smaller is stronger; by default none", gt=0)
     sense: Literal["total", "per_class", "shares"] = setting(
         "total",
-        "what alpha means: 'total': a client's label vector ~ Dir(alpha * p) with p uniform, so alpha / L a class "
-        "(MD-ICFL); 'per_class': Dir(alpha, ..., alpha); 'shares': each class is shared among clients by Dir(alpha), "
-        "every sample once (FeSEM)",
+        "what alpha means: 'total': a client's label vector ~ Dir(alpha * p) with p uniform, so alpha / L per class "
+        "(MD-ICFL); 'per_class': Dir(alpha, ..., alpha); 'shares': each class is divided among clients by Dir(alpha), "
+        "each sample used once (FeSEM)",
     )
-    quantity: float | None = setting(None, "skew of sizes: clients' shares ~ Dir(quantity); by default equal", gt=0)
+    quantity: float | None = setting(None, "size skew: clients' shares ~ Dir(quantity); by default equal sizes", gt=0)
     min_samples: int | None = setting(
-        None, "fewest samples of a client; users of the data with fewer are left out", ge=1
+        None, "minimum samples per client; users of the dataset with fewer are left out", ge=1
     )
     tests: Literal["kind", "own"] | None = setting(
         None,
-        "test samples: the whole test set of the client's kind, or a share of its own; by default as the part says",
+        "test samples: the whole test set of the client's group, or a share of its own; by default set by the scenario",
     )
-    test: float = setting(0.2, "share of a client's own samples for testing, where they are its own", gt=0, lt=1)
-    valid: float = setting(0.1, "share of each client's training samples held out for validation", ge=0, lt=1)
-    reserve: int = setting(
-        0, "samples of each class that the server keeps (indicator samples); no client has them", ge=0
+    test: float = setting(
+        0.2, "share of a client's samples held out for testing, if its test samples are its own", gt=0, lt=1
     )
+    valid: float = setting(0.1, "share of a client's training samples held out for validation", ge=0, lt=1)
+    reserve: int = setting(0, "samples per class that only the server holds (indicator samples)", ge=0)
 
 
 @dataclass(frozen=True)
-class Hand:
-    """What one client is dealt: rows of the data set."""
+class ClientShare:
+    """The rows of the dataset that one client holds."""
 
     name: str
     group: int
     train: Tensor  # int64 rows
-    test: Tensor | int  # rows, or the number of a group whose test rows are shared
+    test: Tensor | int  # rows, or the group whose test rows are shared
 
 
-Dealer = Callable[["Deal"], list[Hand]]
+Partitioner = Callable[["Partition"], list[ClientShare]]
 
 
 @dataclass
-class Deal:
-    """The plan that the parts of a scenario write into."""
+class Partition:
+    """How a dataset is to be partitioned; the parts of a scenario configure it."""
 
     dataset: Dataset
-    clients: int | None  # as the user asked; None: as the data says
+    clients: int | None  # None: determined by the dataset
     rng: Rng
     common: Common = field(default_factory=Common)
     views: list[View] = field(default_factory=lambda: [()])  # one per group
     group_names: list[str] = field(default_factory=lambda: ["all"])
-    dealer: Dealer | None = None
+    partitioner: Partitioner | None = None
     has_groups: bool = False
     by_domain: bool = False  # group g holds the samples whose `group` column is g
-    drift: tuple[tuple[int, ...], float] | None = None  # rounds, and the share of clients that moves
+    drift: tuple[tuple[int, ...], float] | None = None  # rounds, and the share of clients that change
     repeats: bool = False
     reserved: Tensor | None = None
 
     def set_groups(self, names: list[str], views: list[View]) -> None:
-        """Let there be groups; a second part must make as many, and its views come on top."""
+        """Define the groups; a second part must define as many, and its views are appended."""
         if self.has_groups and len(names) != len(self.views):
             raise ConfigError(
                 f"This scenario has parts with {len(self.views)} and {len(names)} groups; "
@@ -95,27 +95,25 @@ class Deal:
         else:
             self.views, self.group_names, self.has_groups = views, names, True
 
-    def set_dealer(self, dealer: Dealer) -> None:
-        """Let this part decide who gets which samples."""
-        if self.dealer is not None:
-            raise ConfigError("This scenario has two parts that deal out samples; keep one of them.")
-        self.dealer = dealer
+    def set_partitioner(self, partitioner: Partitioner) -> None:
+        """Let a part choose the rows of each client."""
+        if self.partitioner is not None:
+            raise ConfigError("This scenario has two parts that partition the samples; keep one of them.")
+        self.partitioner = partitioner
 
     def client_groups(self, total: int | None = None) -> list[int]:
-        """The group of each client (of `total`, or of as many as asked): as even as can be, group after group."""
+        """The group of each client, in order and as even as possible; `total` is by default `clients`."""
         groups = len(self.views)
         if total is None:
             if self.clients is None:
-                raise ConfigError(
-                    "This scenario deals samples out to any number of clients; say how many: --clients N."
-                )
+                raise ConfigError("This scenario needs a number of clients; set it with --clients N.")
             total = self.clients
         if total < groups:
             raise ConfigError(f"clients must be at least the number of groups, {groups}. Got {total} instead.")
         return [i * groups // total for i in range(total)]
 
     def pool(self, group: int) -> tuple[Tensor, Tensor]:
-        """Training and test rows that clients of a group draw from, the server's own rows left out."""
+        """Training and test rows available to a group; training rows exclude reserved ones."""
         train, test = self._official_rows()
         if self.by_domain:
             assert self.dataset.group is not None
@@ -124,11 +122,11 @@ class Deal:
         return self.free(train), test
 
     def free(self, rows: Tensor) -> Tensor:
-        """Those of the rows that the server has not reserved."""
+        """The rows that are not reserved for the server."""
         return rows if self.reserved is None else rows[~torch.isin(rows, self.reserved)]
 
     def _official_rows(self) -> tuple[Tensor, Tensor]:
-        """Rows of the official split, or of a seeded 80/20 one."""
+        """Rows of the official split, or of a seeded 80/20 split."""
         rows = torch.arange(len(self.dataset))
         if self.dataset.is_train is None:
             order = self.rng.at("split").permutation(len(rows))
@@ -138,11 +136,13 @@ class Deal:
         return rows[flags], rows[~flags]
 
     def set_aside(self) -> None:
-        """Reserve the server's samples, before any client gets data."""
+        """Reserve the server's samples, before any client gets samples."""
         if not self.common.reserve:
             return
         if not self.dataset.num_classes:
-            raise ConfigError("Indicator samples are drawn by class; these data have no classes.")
+            raise ConfigError(
+                f"scenario.reserve draws samples by class, but {self.dataset.name} has no classes; set it to 0."
+            )
         train, _ = self._official_rows()
         order = train[self.rng.at("reserve").permutation(len(train))]
         y = self.dataset.y[order]
@@ -151,36 +151,36 @@ class Deal:
         if len(self.reserved) * 2 > len(train):
             raise DataError(
                 f"{len(self.reserved)} of {len(train)} training samples would be reserved for the server; "
-                "use a smaller scenario.reserve."
+                "reduce scenario.reserve."
             )
 
-    def carry_out(self) -> Federation:
-        """Deal the samples, carve the validation shares, and pack everything."""
+    def build(self) -> Federation:
+        """Partition the samples, hold out validation samples and pack everything."""
         self.set_aside()
-        hands = (self.dealer or deal_by_settings)(self)
+        shares = (self.partitioner or partition_by_settings)(self)
         train: list[Tensor] = []
         held: list[Tensor] = []
         tests: list[Tensor] = []
         test_shard: list[int] = []
         shared: dict[int, int] = {}
-        for hand in hands:
-            if not len(hand.train):
+        for share in shares:
+            if not len(share.train):
                 raise DataError(
-                    f"Client '{hand.name}' of {self.dataset.name} has no samples to train on; use fewer clients."
+                    f"Client '{share.name}' of {self.dataset.name} has no training samples; use fewer clients."
                 )
-            own, middle = cut(hand.train, self.common.valid)
+            own, middle = cut(share.train, self.common.valid)
             train.append(own)
             held.append(middle)
-            if isinstance(hand.test, int):
-                if hand.test not in shared:
-                    shared[hand.test] = len(tests)
-                    tests.append(self.pool(hand.test)[1])
-                test_shard.append(shared[hand.test])
+            if isinstance(share.test, int):
+                if share.test not in shared:
+                    shared[share.test] = len(tests)
+                    tests.append(self.pool(share.test)[1])
+                test_shard.append(shared[share.test])
             else:
                 test_shard.append(len(tests))
-                tests.append(hand.test)
-        names = tuple(hand.name for hand in hands)
-        groups = torch.tensor([hand.group for hand in hands])
+                tests.append(share.test)
+        names = tuple(share.name for share in shares)
+        groups = torch.tensor([share.group for share in shares])
         view = groups if len(self.views) > 1 else torch.zeros_like(groups)
         keys = name_keys(names)
         return Federation(
@@ -205,17 +205,19 @@ class Deal:
         ).validate()
 
     def _reserved_views(self) -> Tensor | None:
-        """The server's samples are of all kinds alike: each is seen through the view of a random group."""
+        """Reserved samples represent all groups: each is seen through the view of a random group."""
         if self.reserved is None:
             return None
         return (self.rng.at("reserved views").uniform(len(self.reserved)) * len(self.views)).long()
 
     def _moves(self, groups: Tensor, keys: Tensor) -> tuple[Move, ...]:
-        """Who changes to the next kind when."""
+        """Which clients change to the next group, by round."""
         if self.drift is None:
             return ()
         if not self.has_groups or self.by_domain or not any(self.views):
-            raise ConfigError("Only kinds that differ in how they see the same samples can change (rotated, ...).")
+            raise ConfigError(
+                "drift needs groups that see the same samples through different views; join it to rotated, for example."
+            )
         moves = []
         for number, round in enumerate(self.drift[0]):
             luck = uniform(self.rng.at("drift", number).keys(keys), 1)[:, 0]
@@ -224,64 +226,64 @@ class Deal:
         return tuple(moves)
 
 
-def deal_by_settings(deal: Deal) -> list[Hand]:
-    """Within each group, as `samples`, `alpha` and `quantity` say; by default every sample to exactly one client.
+def partition_by_settings(partition: Partition) -> list[ClientShare]:
+    """Partition each group by `samples`, `alpha` and `quantity`; by default each sample goes to exactly one client.
 
-    Groups see the data through different views, so a sample may be held once in each group.
+    Groups have different views, so each group may use a sample once.
     """
-    groups = deal.client_groups()
-    hands = []
-    for group, name in enumerate(deal.group_names):
-        train, test = deal.pool(group)
-        own_tests = deal.common.tests == "own"
-        rows = torch.cat([train, deal.free(test)]) if own_tests else train
-        shares = split_rows(deal, rows, groups.count(group), deal.rng.at("deal", group))
-        if own_tests and deal.repeats:
+    groups = partition.client_groups()
+    found = []
+    for group, name in enumerate(partition.group_names):
+        train, test = partition.pool(group)
+        own_tests = partition.common.tests == "own"
+        rows = torch.cat([train, partition.free(test)]) if own_tests else train
+        shares = split_rows(partition, rows, groups.count(group), partition.rng.at("deal", group))
+        if own_tests and partition.repeats:
             raise ConfigError(
-                "These clients draw independently, so one may be tested on what another trains on; "
-                "use scenario.tests=kind, or scenario.sense=shares."
+                "Clients draw their samples independently, so one may be tested on what another trains on; "
+                "use scenario.tests=kind or scenario.sense=shares."
             )
-        for number, share in enumerate(shares):
+        for number, rows in enumerate(shares):
             client = f"{name}-{number:03d}"
             if own_tests:
-                mine, kept = cut_own_tests(share, deal.common.test)
-                hands.append(Hand(client, group, mine, kept))
+                mine, kept = cut_own_tests(rows, partition.common.test)
+                found.append(ClientShare(client, group, mine, kept))
             else:
-                hands.append(Hand(client, group, share, group))
-    return hands
+                found.append(ClientShare(client, group, rows, group))
+    return found
 
 
 def cut_own_tests(rows: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Train and test rows of a client whose test samples are its own, at least one on each side."""
+    """Split a client's rows into train and test rows, at least one of each."""
     return cut(rows, max(share, 1.0 / max(1, len(rows))))
 
 
-def split_rows(deal: Deal, rows: Tensor, members: int, rng: Rng) -> list[Tensor]:
-    """The rows of each of `members` clients of one kind, in random order."""
-    common = deal.common
+def split_rows(partition: Partition, rows: Tensor, members: int, rng: Rng) -> list[Tensor]:
+    """Divide rows among the `members` clients of a group; each share is in random order."""
+    common = partition.common
     least = common.min_samples or (2 if common.tests == "own" else 1)
     if members * least > len(rows) and not (common.samples or common.alpha):
         raise DataError(
-            f"{members} clients cannot share {len(rows)} training samples of {deal.dataset.name}, at least {least} "
-            f"each; use at most {len(rows) // least * len(deal.views)} clients."
+            f"{members} clients cannot share {len(rows)} training samples of {partition.dataset.name}, "
+            f"at least {least} each; use at most {len(rows) // least * len(partition.views)} clients."
         )
     if not len(rows):
-        raise DataError(f"There are no samples of {deal.dataset.name} left to deal out.")
-    if common.alpha is not None and not deal.dataset.num_classes:
-        raise ConfigError(f"alpha skews classes; {deal.dataset.name} has none.")
+        raise DataError(f"{partition.dataset.name} has no samples left for clients; reduce scenario.reserve.")
+    if common.alpha is not None and not partition.dataset.num_classes:
+        raise ConfigError(f"scenario.alpha skews classes, but {partition.dataset.name} has none; leave it out.")
     if common.alpha is not None and common.sense == "shares":
-        y = deal.dataset.y[rows]
-        kinds = [rows[y == label] for label in range(deal.dataset.num_classes)]
+        y = partition.dataset.y[rows]
+        kinds = [rows[y == label] for label in range(partition.dataset.num_classes)]
         shares = share_by_dirichlet(kinds, members, common.alpha, rng)
         return [shuffled(own, rng.at("order", i)) for i, own in enumerate(top_up(shares, least, rng))]
     if common.alpha is not None:
-        deal.repeats = True
-        return _by_label_vectors(deal, rows, members, rng)
+        partition.repeats = True
+        return _by_label_vectors(partition, rows, members, rng)
     order = shuffled(rows, rng)
     if common.samples is not None:
         if common.samples * members <= len(rows):
             return list(order[: common.samples * members].split(common.samples))
-        deal.repeats = True
+        partition.repeats = True
         return [_repeated(shuffled(rows, rng.at("client", i)), common.samples) for i in range(members)]
     if common.quantity is not None:
         return top_up(share_by_dirichlet([order], members, common.quantity, rng), least, rng)
@@ -289,7 +291,7 @@ def split_rows(deal: Deal, rows: Tensor, members: int, rng: Rng) -> list[Tensor]
 
 
 def share_by_dirichlet(kinds: list[Tensor], members: int, alpha: float, rng: Rng) -> list[Tensor]:
-    """Every kind of rows is shared among the clients by its own draw of Dir(alpha); every row once."""
+    """Divide each kind of rows among the clients by its own draw of Dir(alpha), each row once."""
     mine: list[list[Tensor]] = [[] for _ in range(members)]
     for number, rows in enumerate(kinds):
         share = dirichlet(rng.at("share", number), torch.full((members,), alpha))
@@ -302,7 +304,7 @@ def share_by_dirichlet(kinds: list[Tensor], members: int, alpha: float, rng: Rng
 
 
 def top_up(shares: list[Tensor], least: int, rng: Rng) -> list[Tensor]:
-    """Clients with fewer than `least` rows get some from the largest."""
+    """Give clients with fewer than `least` rows some from the largest client."""
     shares = [shuffled(rows, rng.at("top up", i)) for i, rows in enumerate(shares)]
     for poor in range(len(shares)):
         while len(shares[poor]) < least:
@@ -315,12 +317,12 @@ def top_up(shares: list[Tensor], least: int, rng: Rng) -> list[Tensor]:
     return shares
 
 
-def _by_label_vectors(deal: Deal, rows: Tensor, members: int, rng: Rng) -> list[Tensor]:
-    """Each client draws its label vector, then its samples, independently of the others."""
-    common, classes = deal.common, deal.dataset.num_classes
+def _by_label_vectors(partition: Partition, rows: Tensor, members: int, rng: Rng) -> list[Tensor]:
+    """Each client independently draws a label vector, then its samples."""
+    common, classes = partition.common, partition.dataset.num_classes
     assert common.alpha is not None
     count = common.samples or max(1, len(rows) // members)
-    y = deal.dataset.y[rows]
+    y = partition.dataset.y[rows]
     kinds = [rows[y == label] for label in range(classes)]
     there = torch.tensor([len(kind) > 0 for kind in kinds])
     alpha = common.alpha / int(there.sum()) if common.sense == "total" else common.alpha
@@ -338,7 +340,7 @@ def _by_label_vectors(deal: Deal, rows: Tensor, members: int, rng: Rng) -> list[
 
 
 def dirichlet(rng: Rng, alpha: Tensor) -> Tensor:
-    """One draw of a Dirichlet distribution; entries with alpha = 0 are 0. float64, of the shape of `alpha`."""
+    """One float64 draw from a Dirichlet distribution; entries with alpha = 0 are 0."""
     positive = alpha > 0
     generator = np.random.default_rng(rng.key & ((1 << 63) - 1))
     found = torch.zeros(len(alpha), dtype=torch.float64)
@@ -347,7 +349,7 @@ def dirichlet(rng: Rng, alpha: Tensor) -> Tensor:
 
 
 def round_shares(shares: Tensor, total: int) -> Tensor:
-    """Whole numbers that sum to `total`, nearest to the shares: the largest remainders are rounded up.
+    """Round shares to integers that sum to `total`, by largest remainder.
 
     >>> round_shares(torch.tensor([0.5, 0.26, 0.24]), 10).tolist()
     [5, 3, 2]
@@ -365,7 +367,7 @@ def shuffled(rows: Tensor, rng: Rng) -> Tensor:
 
 
 def _repeated(rows: Tensor, count: int) -> Tensor:
-    """`count` rows, beginning again where there are too few."""
+    """`count` rows, repeating from the start if there are too few."""
     if count <= len(rows):
         return rows[:count]
     return rows[torch.arange(count) % len(rows)]
@@ -373,13 +375,13 @@ def _repeated(rows: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """Contract of a part of a scenario: a frozen settings class that writes into a deal."""
+    """Contract of a part of a scenario: a frozen settings class that configures a partition."""
 
     key: ClassVar[str]
     summary: ClassVar[str]
 
-    def plan(self, deal: Deal) -> None:
-        """Write this part's share into the deal."""
+    def configure(self, partition: Partition) -> None:
+        """Set the groups, the partitioner or the settings of the partition."""
         raise NotImplementedError
 
 
@@ -387,13 +389,13 @@ _PARTS: dict[str, type[Part]] = {}
 
 
 def register_part(cls: type[Part]) -> type[Part]:
-    """Class decorator: make a part known by its `key`."""
+    """Class decorator: register a part under its `key`."""
     _PARTS[cls.key] = cls
     return cls
 
 
 def parts() -> dict[str, type[Part]]:
-    """All parts a scenario can be made of."""
+    """All registered parts."""
     import coterie.data.scenarios as package
 
     for module in pkgutil.iter_modules(package.__path__):
@@ -403,14 +405,14 @@ def parts() -> dict[str, type[Part]]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Parts in order, and what they have in common."""
+    """Parts in order, and the common settings."""
 
     parts: tuple[Part, ...]
     common: Common = Common()
 
     @classmethod
     def named(cls, name: str, values: Mapping[str, Any]) -> Scenario:
-        """A scenario as typed: `rotated`, `rotated+label_swapped`; a value goes to every part that has it."""
+        """A scenario by name: `rotated`, `rotated+label_swapped`; a value applies to every part that has the field."""
         known = parts()
         classes = []
         for key in name.split("+"):
@@ -430,22 +432,22 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """The name as it would be typed."""
+        """The name that `named` takes."""
         return "+".join(part.key for part in self.parts)
 
     @property
     def values(self) -> dict[str, Any]:
-        """All settings in force."""
+        """All settings, merged."""
         merged: dict[str, Any] = {}
         for part in (*self.parts, self.common):
             merged |= values_of(part)
         return merged
 
-    def deal(self, dataset: Dataset, clients: int | None, rng: Rng) -> Federation:
-        """Deal a data set out."""
+    def partition(self, dataset: Dataset, clients: int | None, rng: Rng) -> Federation:
+        """Partition a dataset into `clients` clients, or into one per user of the dataset."""
         if clients is not None and clients < 1:
             raise ConfigError(f"clients must be an int >= 1. Got {clients} instead.")
-        plan = Deal(dataset, clients, rng.at("scenario"), self.common)
+        partition = Partition(dataset, clients, rng.at("scenario"), self.common)
         for part in self.parts:
-            part.plan(plan)
-        return plan.carry_out()
+            part.configure(partition)
+        return partition.build()

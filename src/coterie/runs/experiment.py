@@ -53,7 +53,7 @@ class Experiment:
         folder = None if self.data_dir is None else Path(self.data_dir)
         dataset = self.source.load(self.clients, rng, folder)
         # A source that makes its own clients has made as many as were asked for.
-        federation = self.scenario.deal(dataset, self.clients, rng)
+        federation = self.scenario.partition(dataset, self.clients, rng)
         self.algorithm.check(len(federation))
         return federation
 

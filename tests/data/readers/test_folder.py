@@ -56,7 +56,7 @@ def test_grey_and_size(folder):
     table(folder, "file,label\ng.png,0\na.png,1\n")
     assert read_folder(folder, size=(4, 7)).x.shape == (2, 1, 4, 7)
     assert read_folder(folder, size=(4, 7), channels=3).x.shape == (2, 3, 4, 7)
-    with pytest.raises(DataError, match=r"6x5 pixels and the pictures before it 9x9; .*size="):
+    with pytest.raises(DataError, match=r"6x5 pixels but the images before it 9x9; .*size="):
         read_folder(folder)
     with pytest.raises(ConfigError, match="channels must be"):
         read_folder(folder, channels=2)
@@ -68,15 +68,15 @@ def test_grey_and_size(folder):
         ("", "no column 'file'"),
         ("file;label\na.png;1", "no column 'file'"),
         ("file\na.png", "no column 'label'"),
-        ("file,label\n", "lists no pictures"),
-        ("file,label\na.png\n", "nothing in column 'label' of row 2"),
-        ("file,label,user\na.png,1,\n", "nothing in column 'user' of row 2"),
+        ("file,label\n", "lists no images"),
+        ("file,label\na.png\n", "empty column 'label' in row 2"),
+        ("file,label,user\na.png,1,\n", "empty column 'user' in row 2"),
         ("file,label,is_train\na.png,1,maybe\n", "'maybe' in column 'is_train'"),
-        ("file,label\nz.png,1\n", "There is no picture"),
-        ("file,label\n../z.png,1\n", "must lie in the csv's folder"),
-        ("file,label\n/etc/passwd,1\n", "must lie in the csv's folder"),
+        ("file,label\nz.png,1\n", "There is no image"),
+        ("file,label\n../z.png,1\n", "use files in the csv's folder"),
+        ("file,label\n/etc/passwd,1\n", "use files in the csv's folder"),
         ("file,label\na.png,123456789\n", "class number 123456789"),
-        ("file,label\nlist.csv,1\n", "cut short or damaged"),
+        ("file,label\nlist.csv,1\n", "truncated or damaged"),
     ],
 )
 def test_wrong_tables_are_refused(folder, text, message):
@@ -94,5 +94,5 @@ def test_wrong_files_are_refused(folder):
         read_folder(folder)
     table(folder, "file,label\na.png,1\n")
     (folder / "a.png").write_bytes((folder / "a.png").read_bytes()[:-30])
-    with pytest.raises(DataError, match=r"a.png is cut short or damaged"):
+    with pytest.raises(DataError, match=r"a.png is truncated or damaged"):
         read_folder(folder)

@@ -76,12 +76,12 @@ def with_user(**values):
     ("content", "message"),
     [
         (changed(users=["f0", "f1"], num_samples=[2, 1]), "no samples .* of user 'f1'"),
-        (changed(num_samples=[3]), "announces another number"),
+        (changed(num_samples=[3]), "num_samples says otherwise"),
         (changed(users="f0"), "is not a LEAF file"),
         ([1, 2], "is not a LEAF file"),
         (with_user(y=[1]), "2 samples but 1 labels"),
         (with_user(y=[1, 62]), "label 62"),
-        (with_user(y=[1, "a"]), "not whole numbers"),
+        (with_user(y=[1, "a"]), "not integers"),
         (with_user(x=[[0.5] * 784, [0.5] * 783]), "784 numbers"),
         (with_user(x=[[0.5] * 784, [1.5] * 784]), "outside 0"),
         (with_user(x=[[0.5] * 784, [float("nan")] * 784]), "outside 0"),
@@ -97,10 +97,10 @@ def test_wrong_contents_are_refused(tmp_path, content, message):
 
 def test_a_file_that_ends_early_is_refused(tmp_path):
     (tmp_path / "all_data_0.json").write_text(json.dumps(good())[:-200])
-    with pytest.raises(DataError, match=r"all_data_0.json is cut short or damaged"):
+    with pytest.raises(DataError, match=r"all_data_0.json is truncated or damaged"):
         read_femnist(tmp_path)
     (tmp_path / "all_data_0.json").write_bytes(b"\x80\x81\x82")
-    with pytest.raises(DataError, match="cut short or damaged"):
+    with pytest.raises(DataError, match="truncated or damaged"):
         read_femnist(tmp_path)
 
 
@@ -161,13 +161,13 @@ def test_celeba(tmp_path):
 def test_celeba_wrong_pictures(tmp_path):
     images = celeba(tmp_path, ["1.jpg"])
     write(tmp_path / "json" / "a.json", celeba_file({"4": (["2.jpg"], [0])}))
-    with pytest.raises(DataError, match="There is no picture"):
+    with pytest.raises(DataError, match="There is no image"):
         read_celeba(tmp_path / "json", images)
     (images / "2.jpg").write_bytes((images / "1.jpg").read_bytes()[:100])
-    with pytest.raises(DataError, match=r"2.jpg is cut short or damaged"):
+    with pytest.raises(DataError, match=r"2.jpg is truncated or damaged"):
         read_celeba(tmp_path / "json", images)
     write(tmp_path / "json" / "a.json", celeba_file({"4": (["../secret.jpg"], [0])}))
-    with pytest.raises(DataError, match="where the name of a picture should be"):
+    with pytest.raises(DataError, match="instead of an image name"):
         read_celeba(tmp_path / "json", images)
     with pytest.raises(DataError, match="There is no folder"):
         read_celeba(tmp_path / "json", tmp_path / "nothing")

@@ -47,7 +47,7 @@ def test_damaged_svhn_files_are_refused(tmp_path):
     whole = path.read_bytes()
     for cut in (0, 50, 130, len(whole) // 2):
         path.write_bytes(whole[:cut])
-        with pytest.raises(DataError, match=r"cut short or damaged|has no 'X'"):
+        with pytest.raises(DataError, match=r"truncated or damaged|has no 'X'"):
             read_svhn(path)
     path.write_bytes(b"MATLAB 7.3 MAT-file".ljust(124) + b"\x00\x02IM" + bytes(100))
     with pytest.raises(DataError, match=r"MATLAB 7.3"):
@@ -86,11 +86,11 @@ def test_wrong_usps_files_are_refused(tmp_path, values):
     path = tmp_path / "usps.bz2"
     packed = bz2.compress(usps_text(values, [1, 2, 3, 4]).encode())
     for content, message in [
-        (packed[:-20], "cut short or damaged"),
-        (b"", "cut short or damaged"),
-        (b"<html>404</html>\n", "not USPS in libsvm form"),
-        (b"1 257:0.5\n", "not USPS in libsvm form"),
-        (b"1 0:0.5\n", "not USPS in libsvm form"),
+        (packed[:-20], "truncated or damaged"),
+        (b"", "truncated or damaged"),
+        (b"<html>404</html>\n", "not USPS in libsvm format"),
+        (b"1 257:0.5\n", "not USPS in libsvm format"),
+        (b"1 0:0.5\n", "not USPS in libsvm format"),
         (b"1 1:1.5\n", "outside -1"),
         (b"1 1:nan\n", "outside -1"),
         (b"0 1:0.5\n", "label -1"),

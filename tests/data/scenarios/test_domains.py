@@ -16,27 +16,27 @@ def data(size: int = 3000, **more) -> Dataset:
     return Dataset("many", torch.arange(size).float().reshape(-1, 1), torch.arange(size) % 10, 10, **more)
 
 
-def deal(name, clients=30, seed=0, dataset=None, **values):
-    return Scenario.named(name, {"valid": 0.0, **values}).deal(dataset or data(), clients, Rng.seed(seed))
+def partitioned(name, clients=30, seed=0, dataset=None, **values):
+    return Scenario.named(name, {"valid": 0.0, **values}).partition(dataset or data(), clients, Rng.seed(seed))
 
 
 def test_each_group_has_its_own_source_and_tests():
     domain = np.repeat([0, 1, 2], [2000, 700, 300])
     is_train = np.arange(3000) % 4 != 0
-    federation = deal("multi_source", 12, dataset=data(group=domain, is_train=is_train))
+    federation = partitioned("multi_source", 12, dataset=data(group=domain, is_train=is_train))
     assert federation.groups.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     for client, group in enumerate(federation.groups.tolist()):
         assert set(domain[federation.train.rows(client)]) == {group}
         assert federation.test.rows(client).tolist() == np.flatnonzero((domain == group) & ~is_train).tolist()
-    small = deal("multi_source", 12, dataset=data(group=domain, is_train=is_train), samples=600, alpha=100.0)
+    small = partitioned("multi_source", 12, dataset=data(group=domain, is_train=is_train), samples=600, alpha=100.0)
     assert small.train.sizes.tolist() == [600] * 12
-    with pytest.raises(DataError, match="many has one source only"):
-        deal("multi_source")
+    with pytest.raises(DataError, match="many has a single source"):
+        partitioned("multi_source")
 
 
 @pytest.mark.parametrize(("alpha", "purity"), [(0.05, 0.85), (10.0, 0.5)])
 def test_groups_of_classes_are_shared_by_dirichlet(alpha, purity):
-    federation = deal("grouped_labels", alpha=alpha)
+    federation = partitioned("grouped_labels", alpha=alpha)
     assert len(federation) == 30
     rows = federation.train.index.tolist() + federation.test.index.tolist()
     assert sorted(rows) == list(range(3000))
@@ -53,20 +53,20 @@ def test_groups_of_classes_are_shared_by_dirichlet(alpha, purity):
 
 
 def test_fewer_samples_in_all():
-    federation = deal("grouped_labels", total=900)
+    federation = partitioned("grouped_labels", total=900)
     assert len(federation.train.index) + len(federation.test.index) == 900
-    with pytest.raises(DataError, match="has 3000 samples; scenario.total asks for 9000"):
-        deal("grouped_labels", total=9000)
-    with pytest.raises(ConfigError, match="cannot make 11 groups"):
-        deal("grouped_labels", groups=11)
-    with pytest.raises(ConfigError, match="it cannot be joined"):
-        deal("multi_source+grouped_labels", dataset=data(group=np.arange(3000) % 3))
+    with pytest.raises(DataError, match="has 3000 samples, fewer than scenario.total=9000"):
+        partitioned("grouped_labels", total=9000)
+    with pytest.raises(ConfigError, match="cannot form 11 groups"):
+        partitioned("grouped_labels", groups=11)
+    with pytest.raises(ConfigError, match="do not join it"):
+        partitioned("multi_source+grouped_labels", dataset=data(group=np.arange(3000) % 3))
 
 
 @pytest.mark.parametrize("name", ["iid", "grouped_labels", "by_user", "shards"])
 def test_the_servers_samples_are_in_no_shard(name):
     users = {"user": np.arange(3000) % 30, "user_names": tuple(f"u{i}" for i in range(30))}
-    federation = deal(name, dataset=data(**users), reserve=5)
+    federation = partitioned(name, dataset=data(**users), reserve=5)
     reserved = federation.reserved.tolist()
     assert torch.bincount(federation.y[reserved], minlength=10).tolist() == [5] * 10
     for split in (federation.train, federation.valid, federation.test):
@@ -74,16 +74,16 @@ def test_the_servers_samples_are_in_no_shard(name):
     x, y = federation.reserved_samples()
     assert x.shape == (50, 1)
     assert y.tolist() == federation.y[reserved].tolist()
-    assert deal(name, dataset=data(**users)).reserved is None
+    assert partitioned(name, dataset=data(**users)).reserved is None
 
 
 def test_too_many_for_the_server():
     with pytest.raises(DataError, match="would be reserved for the server"):
-        deal("iid", reserve=200)
+        partitioned("iid", reserve=200)
 
 
 def test_manifest_counts_what_clients_hold():
-    manifest = deal("grouped_labels", reserve=2).manifest()
+    manifest = partitioned("grouped_labels", reserve=2).manifest()
     assert manifest["reserved"] == 20
     assert [sum(row) for row in manifest["label_counts"]] == manifest["train"]
     assert len(manifest["clients"]) == 30

@@ -50,7 +50,7 @@ def settings_of(draw):
 @settings(max_examples=12, deadline=None)
 def test_every_deal_keeps_to_the_rules(name, values, seed):
     data = pictures(600, seed)
-    federation = Scenario.named(NEEDS_KINDS.get(name, name), values).deal(data, 12, Rng.seed(seed))
+    federation = Scenario.named(NEEDS_KINDS.get(name, name), values).partition(data, 12, Rng.seed(seed))
     count = len(federation)
     assert count == 12
     tested = set(federation.test.index.tolist())
@@ -76,19 +76,19 @@ def test_every_deal_keeps_to_the_rules(name, values, seed):
 def test_the_digest_changes_when_and_only_when_the_data_does(name):
     scenario = Scenario.named(NEEDS_KINDS.get(name, name), {"reserve": 1})
     data = pictures(600, 0)
-    one = scenario.deal(data, 12, Rng.seed(0)).digest()
-    assert scenario.deal(pictures(600, 0), 12, Rng.seed(0)).digest() == one
-    assert scenario.deal(data, 12, Rng.seed(1)).digest() != one
+    one = scenario.partition(data, 12, Rng.seed(0)).digest()
+    assert scenario.partition(pictures(600, 0), 12, Rng.seed(0)).digest() == one
+    assert scenario.partition(data, 12, Rng.seed(1)).digest() != one
     x = data.x.clone()
     x[17, 0, 0, 0] += 1
-    assert scenario.deal(replace(data, x=x), 12, Rng.seed(0)).digest() != one
+    assert scenario.partition(replace(data, x=x), 12, Rng.seed(0)).digest() != one
     y = data.y.clone()
     y[17] = (y[17] + 1) % 10
-    assert scenario.deal(replace(data, y=y), 12, Rng.seed(0)).digest() != one
+    assert scenario.partition(replace(data, y=y), 12, Rng.seed(0)).digest() != one
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_says_that_samples_repeat_is_the_exception(name):
     """Only independent draws may repeat samples; by default that is `dirichlet` in the paper's sense."""
-    federation = Scenario.named(NEEDS_KINDS.get(name, name), {}).deal(pictures(600, 0), 12, Rng.seed(0))
+    federation = Scenario.named(NEEDS_KINDS.get(name, name), {}).partition(pictures(600, 0), 12, Rng.seed(0))
     assert federation.repeats == ("dirichlet" in name)

@@ -20,12 +20,12 @@ def pictures(channels: int = 1, size: int = 400) -> Dataset:
     return Dataset("pictures", x, torch.arange(size) % 10, 10, mean=127.5, std=127.5)
 
 
-def deal(name, clients=8, seed=0, dataset=None, **values):
-    return Scenario.named(name, values).deal(dataset or pictures(), clients, Rng.seed(seed))
+def partitioned(name, clients=8, seed=0, dataset=None, **values):
+    return Scenario.named(name, values).partition(dataset or pictures(), clients, Rng.seed(seed))
 
 
 def test_swapped_pairs_are_disjoint():
-    federation = deal("label_swapped", groups=4)
+    federation = partitioned("label_swapped", groups=4)
     for client, group in enumerate(federation.groups.tolist()):
         _, seen = federation.samples(client)
         plain = federation.y[federation.train.rows(client)]
@@ -38,7 +38,7 @@ def test_swapped_pairs_are_disjoint():
 
 
 def test_rotated_and_swapped_are_zipped():
-    federation = deal("rotated+label_swapped", 12, groups=4, samples=60, alpha=3.0)
+    federation = partitioned("rotated+label_swapped", 12, groups=4, samples=60, alpha=3.0)
     assert len(federation.views) == 4
     assert [len(view) for view in federation.views] == [1, 2, 2, 2]
     assert federation.groups.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
@@ -51,7 +51,7 @@ def test_rotated_and_swapped_are_zipped():
 
 @pytest.mark.parametrize("name", ["noisy", "blurred", "contrast", "colour"])
 def test_shifts_leave_the_first_group_as_it_is(name):
-    federation = deal(name, 6, dataset=pictures(3), groups=3, strength=1.0)
+    federation = partitioned(name, 6, dataset=pictures(3), groups=3, strength=1.0)
     change = []
     for client in (0, 2, 4):
         x, y = federation.samples(client)
@@ -65,7 +65,7 @@ def test_shifts_leave_the_first_group_as_it_is(name):
 
 
 def test_drift_moves_clients_to_the_next_kind():
-    federation = deal("rotated+drift", 40, groups=4, at=[3, 5], share=0.5)
+    federation = partitioned("rotated+drift", 40, groups=4, at=[3, 5], share=0.5)
     first, second, third = (federation.at(r) for r in (2, 3, 7))
     assert first is federation
     moved = (second.groups - first.groups) % 4
@@ -80,23 +80,25 @@ def test_drift_moves_clients_to_the_next_kind():
 
 
 def test_a_run_sees_the_drift():
-    federation = deal("rotated+drift", 8, groups=2, at=[2], share=0.99)
+    federation = partitioned("rotated+drift", 8, groups=2, at=[2], share=0.99)
     setup = setup_of(FedAvg(), federation, model_settings={"hidden": 4}, schedule=Schedule(rounds=2))
-    still = setup_of(FedAvg(), deal("rotated", 8, groups=2), model_settings={"hidden": 4}, schedule=Schedule(rounds=2))
+    still = setup_of(
+        FedAvg(), partitioned("rotated", 8, groups=2), model_settings={"hidden": 4}, schedule=Schedule(rounds=2)
+    )
     one, other = finished(setup), finished(still)
     assert one.progress.rows[0]["loss"] == other.progress.rows[0]["loss"]
     assert one.progress.rows[1]["loss"] != other.progress.rows[1]["loss"]
     assert one._groups().tolist() == federation.moves[0].groups.tolist()
 
 
-def test_what_cannot_be():
-    with pytest.raises(ConfigError, match="6 groups need 12 classes to swap; pictures has 10"):
-        deal("label_swapped", groups=6)
+def test_impossible_settings_are_refused():
+    with pytest.raises(ConfigError, match="6 groups need 12 classes to swap, but pictures has 10"):
+        partitioned("label_swapped", groups=6)
     with pytest.raises(ConfigError, match="parts with 4 and 2 groups"):
-        deal("rotated+noisy")
-    with pytest.raises(DataError, match="Grey pictures have no colours"):
-        deal("colour")
-    with pytest.raises(ConfigError, match="Only kinds that differ in how they see"):
-        deal("drift")
-    with pytest.raises(DataError, match="Only pictures can be changed"):
-        deal("blurred", dataset=Dataset("flat", torch.zeros(50, 3), torch.arange(50) % 2, 2))
+        partitioned("rotated+noisy")
+    with pytest.raises(DataError, match="colour needs colour images"):
+        partitioned("colour")
+    with pytest.raises(ConfigError, match="drift needs groups that see the same samples"):
+        partitioned("drift")
+    with pytest.raises(DataError, match="blurred needs images"):
+        partitioned("blurred", dataset=Dataset("flat", torch.zeros(50, 3), torch.arange(50) % 2, 2))

@@ -18,12 +18,12 @@ def pictures(size=40, height=3, width=3):
     return Dataset("pictures", x, torch.arange(size) % 5, num_classes=5, is_train=np.arange(size) < size - 10)
 
 
-def deal(dataset, clients=8, **values):
-    return Scenario.named("rotated", {"valid": 0.0, **values}).deal(dataset, clients, Rng.seed(0))
+def partitioned(dataset, clients=8, **values):
+    return Scenario.named("rotated", {"valid": 0.0, **values}).partition(dataset, clients, Rng.seed(0))
 
 
 def test_four_groups_by_quarter_turns():
-    federation = deal(pictures())
+    federation = partitioned(pictures())
     assert federation.views == ((), (Rotate(90.0),), (Rotate(180.0),), (Rotate(270.0),))
     assert federation.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert federation.view.tolist() == federation.groups.tolist()
@@ -32,7 +32,7 @@ def test_four_groups_by_quarter_turns():
 
 def test_clients_see_their_samples_turned():
     data = pictures()
-    federation = deal(data)
+    federation = partitioned(data)
     for client in (0, 2, 5, 7):
         for split in ("train", "test"):
             rows = federation.split(split).rows(client)
@@ -41,7 +41,7 @@ def test_clients_see_their_samples_turned():
 
 
 def test_every_group_holds_every_training_sample_once():
-    federation = deal(pictures(), clients=12)
+    federation = partitioned(pictures(), clients=12)
     for group in range(4):
         members = (federation.groups == group).nonzero().flatten().tolist()
         rows = torch.cat([federation.train.rows(i) for i in members]).tolist()
@@ -49,32 +49,32 @@ def test_every_group_holds_every_training_sample_once():
 
 
 def test_groups_are_dealt_differently():
-    federation = deal(pictures())
+    federation = partitioned(pictures())
     assert federation.train.rows(0).tolist() != federation.train.rows(2).tolist()
 
 
 def test_two_groups_are_upright_and_upside_down():
-    assert deal(pictures(), groups=2).views == ((), (Rotate(180.0),))
+    assert partitioned(pictures(), groups=2).views == ((), (Rotate(180.0),))
 
 
 def test_one_group_is_the_data_as_it_is():
-    federation = deal(pictures(), groups=1)
+    federation = partitioned(pictures(), groups=1)
     assert federation.views == ((),)
     assert federation.groups.tolist() == [0] * 8
 
 
 def test_uneven_angles_have_distinct_names():
-    federation = deal(pictures(), clients=7, groups=7)
+    federation = partitioned(pictures(), clients=7, groups=7)
     assert len(set(federation.names)) == 7
     assert federation.names[1] == "r051-000"
 
 
 @pytest.mark.parametrize(("height", "width"), [(3, 4), (4, 3)])
-def test_only_square_pictures_can_be_turned(height, width):
-    with pytest.raises(DataError, match="Only square pictures can be turned; samples of pictures are"):
-        deal(pictures(height=height, width=width))
+def test_only_square_images_can_be_rotated(height, width):
+    with pytest.raises(DataError, match="rotated needs square images, but samples of pictures have shape"):
+        partitioned(pictures(height=height, width=width))
 
 
-def test_tables_cannot_be_turned():
-    with pytest.raises(DataError, match=r"Only square pictures can be turned; samples of table are \(4,\)\."):
-        deal(Dataset("table", torch.ones(20, 4), torch.zeros(20, dtype=torch.int64), num_classes=1))
+def test_tables_cannot_be_rotated():
+    with pytest.raises(DataError, match=r"rotated needs square images, but samples of table have shape \(4,\)\."):
+        partitioned(Dataset("table", torch.ones(20, 4), torch.zeros(20, dtype=torch.int64), num_classes=1))

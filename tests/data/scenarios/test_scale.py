@@ -22,7 +22,7 @@ y = torch.from_numpy(rng.integers(0, 62, 805263))
 names = tuple(f"writer{i}" for i in range(3550))
 data = Dataset("femnist", x, y, 62, user=user.astype(np.int64), user_names=names)
 began = time.perf_counter()
-federation = Scenario.named("by_user", {"min_samples": 2}).deal(data.validate(), None, Rng.seed(0))
+federation = Scenario.named("by_user", {"min_samples": 2}).partition(data.validate(), None, Rng.seed(0))
 federation.manifest()
 seconds = time.perf_counter() - began
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 ** 2

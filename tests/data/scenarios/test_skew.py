@@ -17,8 +17,8 @@ def digits(size: int = 4000, classes: int = 10, **more) -> Dataset:
     return Dataset("digits", torch.arange(size).float().reshape(-1, 1), y, classes, **more)
 
 
-def deal(name, clients=20, seed=0, dataset=None, **values):
-    return Scenario.named(name, {"valid": 0.0, **values}).deal(dataset or digits(), clients, Rng.seed(seed))
+def partitioned(name, clients=20, seed=0, dataset=None, **values):
+    return Scenario.named(name, {"valid": 0.0, **values}).partition(dataset or digits(), clients, Rng.seed(seed))
 
 
 def classes_that_hold(counts: torch.Tensor, share: float) -> torch.Tensor:
@@ -31,22 +31,22 @@ def classes_that_hold(counts: torch.Tensor, share: float) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(3))
 def test_alpha_three_is_three_to_five_classes(seed):
     """MD-ICFL, section 4: with alpha = 3, three to five classes hold most of a client's data."""
-    counts = deal("dirichlet", 48, seed, samples=1000, alpha=3.0).label_counts()
+    counts = partitioned("dirichlet", 48, seed, samples=1000, alpha=3.0).label_counts()
     assert counts.sum(1).tolist() == [1000] * 48
     most = classes_that_hold(counts, 0.9).double()
     assert 3 <= most.mean() <= 5
-    nearly_uniform = deal("dirichlet", 48, seed, samples=1000, alpha=100.0).label_counts()
+    nearly_uniform = partitioned("dirichlet", 48, seed, samples=1000, alpha=100.0).label_counts()
     assert classes_that_hold(nearly_uniform, 0.9).min() >= 7
 
 
 def test_alpha_per_class_is_alpha_times_the_classes_in_total():
-    total = deal("dirichlet", samples=500, alpha=30.0).label_counts()
-    each = deal("dirichlet", samples=500, alpha=3.0, sense="per_class").label_counts()
+    total = partitioned("dirichlet", samples=500, alpha=30.0).label_counts()
+    each = partitioned("dirichlet", samples=500, alpha=3.0, sense="per_class").label_counts()
     assert torch.equal(total, each)
 
 
 def test_shares_hand_out_every_sample_once():
-    federation = deal("dirichlet", alpha=0.5, sense="shares")
+    federation = partitioned("dirichlet", alpha=0.5, sense="shares")
     assert not federation.repeats
     rows = federation.train.index.tolist()
     assert len(rows) == len(set(rows)) == 3200
@@ -55,15 +55,15 @@ def test_shares_hand_out_every_sample_once():
 
 
 def test_independent_draws_say_that_samples_may_repeat():
-    assert deal("dirichlet", samples=1000).repeats
-    assert deal("iid", samples=1000).repeats
-    assert not deal("iid", samples=100).repeats
-    small = deal("dirichlet", 4, dataset=digits(50), samples=200, alpha=1.0)
+    assert partitioned("dirichlet", samples=1000).repeats
+    assert partitioned("iid", samples=1000).repeats
+    assert not partitioned("iid", samples=100).repeats
+    small = partitioned("dirichlet", 4, dataset=digits(50), samples=200, alpha=1.0)
     assert small.train.sizes.tolist() == [200] * 4  # more than there are: some come twice
 
 
 def test_quantity_skew():
-    federation = deal("quantity_skew", quantity=0.3, min_samples=7)
+    federation = partitioned("quantity_skew", quantity=0.3, min_samples=7)
     sizes = federation.train.sizes
     assert sizes.sum() == 3200
     assert sizes.min() >= 7
@@ -72,14 +72,14 @@ def test_quantity_skew():
 
 
 def test_shards_hold_few_classes():
-    federation = deal("shards", 40, per_client=2)
+    federation = partitioned("shards", 40, per_client=2)
     assert (federation.label_counts() > 0).sum(1).max() <= 4
     assert (federation.label_counts() > 0).sum(1).double().mean() <= 3
     assert len(set(federation.train.index.tolist())) == len(federation.train.index) == 3200
 
 
 def test_own_tests_are_the_clients_own():
-    federation = deal("dirichlet", alpha=0.5, sense="shares", tests="own")
+    federation = partitioned("dirichlet", alpha=0.5, sense="shares", tests="own")
     for client in range(20):
         train, test = federation.label_counts("train")[client], federation.label_counts("test")[client]
         assert test.sum() == int(0.2 * (train.sum() + test.sum()) + 1e-9) or test.sum() == 1
@@ -87,26 +87,26 @@ def test_own_tests_are_the_clients_own():
     assert len(federation.train.index) + len(federation.test.index) == 4000
 
 
-def test_what_cannot_be():
+def test_impossible_settings_are_refused():
     with pytest.raises(ConfigError, match="alpha of Dirichlet must be a number > 0. Got -1.0 instead"):
-        deal("dirichlet", alpha=-1.0)
+        partitioned("dirichlet", alpha=-1.0)
     with pytest.raises(ConfigError, match="may be tested on what another trains on"):
-        deal("dirichlet", samples=1000, tests="own")
-    with pytest.raises(ConfigError, match="contradict each other"):
-        deal("quantity_skew", samples=10)
+        partitioned("dirichlet", samples=1000, tests="own")
+    with pytest.raises(ConfigError, match="exclude each other"):
+        partitioned("quantity_skew", samples=10)
     with pytest.raises(DataError, match="cannot be cut into 6000 pieces"):
-        deal("shards", 3000)
+        partitioned("shards", 3000)
     with pytest.raises(DataError, match="5000 clients cannot share 3200 training samples of digits"):
-        deal("iid", 5000)
+        partitioned("iid", 5000)
     with pytest.raises(DataError, match=r"20 clients cannot share 3200 training samples of digits, at least 999 each"):
-        deal("quantity_skew", min_samples=999)
-    with pytest.raises(ConfigError, match="say how many: --clients N"):
-        deal("iid", None)
+        partitioned("quantity_skew", min_samples=999)
+    with pytest.raises(ConfigError, match="needs a number of clients; set it with --clients N"):
+        partitioned("iid", None)
     regression = Dataset("r", torch.zeros(50, 1), torch.zeros(50), 0)
-    with pytest.raises(ConfigError, match="alpha skews classes; r has none"):
-        deal("dirichlet", 3, dataset=regression)
-    with pytest.raises(ConfigError, match="shards sorts by class"):
-        deal("shards", 3, dataset=regression)
+    with pytest.raises(ConfigError, match="alpha skews classes, but r has none"):
+        partitioned("dirichlet", 3, dataset=regression)
+    with pytest.raises(ConfigError, match="shards sorts samples by class"):
+        partitioned("shards", 3, dataset=regression)
 
 
 def test_dirichlet_has_its_moments():

@@ -103,7 +103,7 @@ def test_users_may_be_numbers(save):
     assert data.user_names == ("3", "7")
 
 
-def test_a_file_with_users_goes_by_user_and_one_without_is_dealt_out(save):
+def test_a_file_with_users_goes_by_user_and_one_without_is_distributed(save):
     arrays = {"x": np.ones((3, 2)), "y": np.zeros(3, dtype=int)}
     plain = find_preset(str(save(**arrays)))
     assert (plain.scenario, plain.clients) == ("iid", 10)
@@ -115,24 +115,27 @@ def test_a_file_with_users_goes_by_user_and_one_without_is_dealt_out(save):
 @pytest.mark.parametrize(
     ("arrays", "sentence"),
     [
-        ({"x": np.ones((2, 2))}, "has no array 'y' (found: x); it needs x and y."),
-        ({"z": np.ones(2)}, "has no array 'x' (found: z); it needs x and y."),
-        ({"x": np.ones(3), "y": np.arange(3)}, "x must have an axis of samples and at least one more. Got shape (3,)."),
-        ({"x": np.array([["a"], ["b"]]), "y": np.arange(2)}, "x must hold numbers. Got <U1 instead."),
-        ({"x": np.ones((2, 2)), "y": np.array(["a", "b"])}, "y must hold integer classes or float targets. Got <U1"),
-        ({"x": np.ones((2, 2)), "y": np.ones((2, 1), dtype=int)}, "classes must be one number a sample"),
-        ({"x": np.ones((2, 2)), "y": np.array([0.5, np.nan])}, "y has NaN or infinite values."),
+        ({"x": np.ones((2, 2))}, "has no array 'y' (found: x); save x and y with numpy.savez."),
+        ({"z": np.ones(2)}, "has no array 'x' (found: z); save x and y with numpy.savez."),
+        (
+            {"x": np.ones(3), "y": np.arange(3)},
+            "with at least two axes. Got (3,) instead.",
+        ),
+        ({"x": np.array([["a"], ["b"]]), "y": np.arange(2)}, "x must contain numbers. Got <U1 instead."),
+        ({"x": np.ones((2, 2)), "y": np.array(["a", "b"])}, "y must contain integer classes or float targets. Got <U1"),
+        ({"x": np.ones((2, 2)), "y": np.ones((2, 1), dtype=int)}, "y must have one class per sample"),
+        ({"x": np.ones((2, 2)), "y": np.array([0.5, np.nan])}, "y has NaN or infinite values"),
         ({"x": np.array([[1.0], [np.inf]]), "y": np.arange(2)}, "x has NaN or infinite values"),
         ({"x": np.ones((2, 2)), "y": np.array([0, -1])}, "labels must be 0 or larger. Got -1 instead."),
         ({"x": np.ones((2, 2)), "y": np.arange(3)}, "2 samples but 3 labels."),
-        ({"x": np.ones((2, 2)), "y": np.array(0.5)}, "targets must have one entry a sample. Got shape ()."),
+        ({"x": np.ones((2, 2)), "y": np.array(0.5)}, "y must have one target per sample. Got shape () instead."),
         ({"x": np.ones((0, 2)), "y": np.zeros(0, dtype=int)}, "has no samples."),
         ({"x": np.ones((2, 2)), "y": np.arange(2), "user": np.arange(3)}, "2 samples but 3 entries in 'user'."),
         (
             {"x": np.ones((2, 2)), "y": np.arange(2), "is_train": np.array([0.5, 1])},
-            "is_train must hold true or false. Got float64 instead.",
+            "is_train must contain booleans. Got float64 instead.",
         ),
-        ({"x": np.ones((2, 2), dtype=object), "y": np.arange(2)}, "is damaged or holds Python objects"),
+        ({"x": np.ones((2, 2), dtype=object), "y": np.arange(2)}, "is damaged or contains Python objects"),
     ],
 )
 def test_a_bad_file_gives_one_sentence(save, arrays, sentence):

@@ -18,7 +18,7 @@ from coterie.data.sources.emnist import Emnist
 from coterie.data.sources.leaf import CelebA, Femnist
 from coterie.data.sources.mnist import FashionMnist, Mnist
 from coterie.data.sources.sign import Sign
-from coterie.data.sources.stored import data_folder, own_split, resized
+from coterie.data.sources.stored import data_folder, fixed_split, resize
 from coterie.errors import ConfigError, DataError
 from coterie.randomness import Rng
 from coterie.settings import build
@@ -96,7 +96,7 @@ def test_nothing_there(case: Case, tmp_path: Path):
     with pytest.raises(DataError) as caught:
         load(case.source, tmp_path)
     said = str(caught.value)
-    assert f"There is no {case.name} in {tmp_path}, where {case.name}.npz or " in said
+    assert f"There is no {case.name} in {tmp_path} (expected {case.name}.npz or " in said
     assert "\n" not in said
     if case.name in RECIPES:
         assert f"'coterie data fetch {case.name}'" in said
@@ -122,7 +122,7 @@ def test_originals_cut_short_or_without_a_part(case: Case, tmp_path: Path):
         with pytest.raises(DataError, match=str(path.name)):
             load(case.source, tmp_path)
         path.write_bytes(content)
-    if len(files) == 1 or case.name == "sign":  # nobody knows how many pictures of hands there were
+    if len(files) == 1 or case.name == "sign":  # nobody knows how many images of hands there were
         return
     files[0].unlink()
     with pytest.raises(DataError):
@@ -136,10 +136,10 @@ def test_the_checksum_beside_a_file(tmp_path: Path):
     sidecar.write_text(f"{hashlib.sha256(path.read_bytes()).hexdigest().upper()}  usps.npz\n")
     assert len(load(case.source, tmp_path)) == TRAIN + TEST
     case.write_npz(tmp_path, y=labels(9))
-    with pytest.raises(DataError, match=r"usps\.npz does not have the checksum .* 'coterie data fetch usps --force'"):
+    with pytest.raises(DataError, match=r"usps\.npz does not match the checksum .* 'coterie data fetch usps --force'"):
         load(case.source, tmp_path)
     sidecar.write_text("")
-    with pytest.raises(DataError, match="does not have the checksum"):
+    with pytest.raises(DataError, match="does not match the checksum"):
         load(case.source, tmp_path)
 
 
@@ -148,9 +148,9 @@ def test_the_checksum_beside_a_file(tmp_path: Path):
     [
         ({"y": None}, "has no array 'y'"),
         ({"y": labels(11)}, "labels must be less than the number of classes, 10. Got 10 instead."),
-        ({"y": labels(10) * 0.5}, "y must hold integer classes"),
+        ({"y": labels(10) * 0.5}, "y must contain integer classes"),
         ({"y": labels(10, 3)}, "17 samples but 3 labels"),
-        ({"x": np.ones((17, 4))}, "x must be uint8 pictures"),
+        ({"x": np.ones((17, 4))}, "x must be uint8 images"),
         ({"x": np.ones((17, 4), np.uint8)}, "Got uint8 of shape [17, 4] instead."),
     ],
 )
@@ -186,7 +186,7 @@ def test_the_data_folder(tmp_path: Path, monkeypatch):
 
 
 def write_qmnist(folder: Path, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """QMNIST's labels; its test file goes on after MNIST's digits. Returns writers and series."""
+    """QMNIST's labels; its test file has more than MNIST's digits. Returns writers and series."""
     folder.mkdir(exist_ok=True)
     writers, series = (np.arange(17) * 3) % 7 + 100, (np.arange(17) % 2) * 4
     table = np.zeros((17, 8), np.int32)
@@ -216,7 +216,7 @@ def test_writers_of_mnist_from_qmnist(tmp_path: Path, form: str):
 def test_qmnist_labels_of_other_digits_are_refused(tmp_path: Path):
     CASES["mnist"].write(tmp_path)
     write_qmnist(tmp_path / "qmnist", (labels(10) + 1) % 10)
-    with pytest.raises(DataError, match="does not have the labels of this MNIST"):
+    with pytest.raises(DataError, match="are not those of MNIST"):
         load(Mnist(), tmp_path)
 
 
@@ -273,7 +273,7 @@ def test_cifar_as_an_archive(tmp_path: Path):
     assert_same(load(case.source, tmp_path / "packed"), whole)
 
 
-def test_leaf_with_its_own_split(tmp_path: Path):
+def test_leaf_with_its_fixed_split(tmp_path: Path):
     x = (pictures((784,), rows=1) / 255).tolist()
     for part, name in (("train", "f1"), ("test", "f0")):
         (tmp_path / part).mkdir()
@@ -305,7 +305,7 @@ def test_faces_without_pictures(tmp_path: Path):
     place = tmp_path / "celeba" / "all_data"
     place.mkdir(parents=True)
     (place / "a.json").write_text(leaf_file({"4": (["1.jpg"], [0])}))
-    with pytest.raises(DataError, match="json files but not the pictures"):
+    with pytest.raises(DataError, match="json files but not the images"):
         load(CelebA(), tmp_path)
     assert Femnist().find(tmp_path) is None
 
@@ -331,21 +331,21 @@ def test_sign_in_its_other_forms(tmp_path: Path):
 
 def test_a_split_of_our_own_is_fixed_and_by_class():
     y = torch.tensor([0] * 10 + [1] * 5)
-    flags = own_split("sign", y)
+    flags = fixed_split("sign", y)
     assert flags[:10].sum() == 8
     assert flags[10:].sum() == 4
-    np.testing.assert_array_equal(flags, own_split("sign", y))
+    np.testing.assert_array_equal(flags, fixed_split("sign", y))
 
 
 def test_resizing_by_slabs(monkeypatch):
     x = torch.from_numpy(pictures((3, 8, 8)))
-    whole = resized(x, 4)
+    whole = resize(x, 4)
     monkeypatch.setattr("coterie.data.sources.stored._SLAB", 500)
-    assert torch.equal(resized(x, 4), whole)
-    assert resized(x, 8) is x
-    grey = resized(x, 8, grey=True)
+    assert torch.equal(resize(x, 4), whole)
+    assert resize(x, 8) is x
+    grey = resize(x, 8, grey=True)
     assert grey.shape == (17, 1, 8, 8)
     r, g, b = x[3, :, 5, 2].tolist()
     assert abs(int(grey[3, 0, 5, 2]) - (0.299 * r + 0.587 * g + 0.114 * b)) <= 0.5
     plain = torch.full((2, 1, 16, 16), 200, dtype=torch.uint8)
-    assert set(resized(plain, 28, grey=True).reshape(-1).tolist()) == {200}
+    assert set(resize(plain, 28, grey=True).reshape(-1).tolist()) == {200}

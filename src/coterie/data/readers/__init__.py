@@ -1,5 +1,4 @@
-"""Datasets in the form their authors gave them out: one file per file format, path -> numpy arrays.
+"""Readers of datasets in their published formats: one module per format, path -> numpy arrays.
 
-Nothing is ever unpickled by running pickle code, and nothing is fetched. A file that is missing, cut short
-or of another kind is refused with one sentence (`coterie.errors.DataError`).
+They never run pickle code or use the network. A missing, truncated or invalid file raises `DataError`.
 """

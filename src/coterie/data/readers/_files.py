@@ -1,4 +1,4 @@
-"""What the readers share: opening files that may be compressed, and saying what is wrong with them."""
+"""Helpers of the readers: compressed files, errors and columns."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from coterie.errors import DataError
 _SLAB = 1 << 20
 _AGAIN = "download or copy it again"
 
-# What a damaged compressed file raises.
+# Raised by damaged compressed files.
 DAMAGED = (OSError, EOFError, zlib.error)
 
 
 def must_exist(path: Path, what: str) -> Path:
-    """Refuse a path where there is no file."""
+    """Raise DataError unless the path is a file."""
     if not path.exists():
-        raise DataError(f"There is no {what} at {path}; put it there or give the path where it is.")
+        raise DataError(f"There is no {what} at {path}; put it there or give its path.")
     if path.is_dir():
-        raise DataError(f"{path} is a folder, not {what}; give the path of the file in it.")
+        raise DataError(f"{path} is a folder, not a {what}; give the path of the file in it.")
     return path
 
 
 def damaged(path: Path | str, why: object) -> DataError:
-    """The error of a file that cannot be read to its end."""
-    return DataError(f"{path} is cut short or damaged ({why}); {_AGAIN}.")
+    """The error of an unreadable file."""
+    return DataError(f"{path} is truncated or damaged ({why}); {_AGAIN}.")
 
 
-def wrong(path: Path | str, why: object, way_out: str = _AGAIN) -> DataError:
-    """The error of a file that is not what it should be."""
+def invalid(path: Path | str, why: object, way_out: str = _AGAIN) -> DataError:
+    """The error of a file with unexpected content."""
     return DataError(f"{path} {why}; {way_out}.")
 
 
 def open_compressed(path: Path) -> IO[bytes]:
-    """A plain, gzip or bzip2 file, told apart by its first bytes: names are often changed on the way."""
+    """Open a plain, gzip or bzip2 file, recognized by its first bytes because file names are unreliable."""
     with path.open("rb") as stream:
         start = stream.read(3)
     if start[:2] == b"\x1f\x8b":
@@ -51,7 +51,7 @@ def open_compressed(path: Path) -> IO[bytes]:
 
 
 def read_up_to(stream: IO[bytes], size: int) -> bytearray:
-    """At most `size` bytes, taken in slabs: a damaged header may ask for more than there is memory."""
+    """At most `size` bytes, read in pieces: a damaged header may ask for more than fits in memory."""
     found = bytearray()
     while len(found) < size:
         slab = stream.read(min(_SLAB, size - len(found)))
@@ -62,7 +62,7 @@ def read_up_to(stream: IO[bytes], size: int) -> bytearray:
 
 
 def join(parts: list[NDArray[Any]], shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
-    """Concatenate, letting each part go as it is copied: the peak is one copy, not two."""
+    """Concatenate and empty the list; parts are freed as they are copied, so memory never holds two copies."""
     whole = np.empty((sum(len(part) for part in parts), *shape), dtype)
     stop = len(whole)
     while parts:
@@ -73,7 +73,13 @@ def join(parts: list[NDArray[Any]], shape: tuple[int, ...], dtype: type[np.gener
 
 
 def check_classes(y: NDArray[np.int64], num_classes: int, path: Path | str) -> None:
-    """Refuse labels that are not classes 0 ... num_classes - 1."""
+    """Raise DataError unless all labels are in 0 ... num_classes - 1."""
     if len(y) and not 0 <= int(y.min()) <= int(y.max()) < num_classes:
         odd = int(y[(y < 0) | (y >= num_classes)][0])
-        raise wrong(path, f"has the label {odd}, which is not one of the {num_classes} classes")
+        raise invalid(path, f"has the label {odd}, which is not one of the {num_classes} classes")
+
+
+def indexed(values: NDArray[Any]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Each value as an index into the sorted names: [S] -> int64 [S] and the names."""
+    names, index = np.unique(values, return_inverse=True)
+    return index.reshape(-1).astype(np.int64), tuple(str(name) for name in names)

@@ -1,8 +1,8 @@
-"""Reads the few pickles that datasets were given out in, without running any of their code.
+"""Read the pickles that datasets are published in, without running any of their code.
 
-A pickle is a program for a stack machine that may call any function. Here `pickletools` only takes the
-program apart; the machine below knows plain values, containers, and the one pattern that numpy arrays are
-written with. Every other instruction or name is refused, and no name is ever looked up.
+A pickle is a program for a stack machine that may call any function. Here `pickletools` only parses it; the
+machine below supports plain values, containers and the pattern that numpy arrays are written with. All other
+instructions and names are rejected, and no name is ever imported.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 
 
 class RefusedPickle(ValueError):
-    """A pickle that is damaged, or asks for more than plain values and arrays."""
+    """A pickle that is damaged or contains more than plain values and arrays."""
 
 
 @dataclass(frozen=True)
 class _Name:
-    """A function or class that the pickle names; only a word here, never the thing itself."""
+    """Placeholder for a function or class that the pickle names."""
 
     word: str
 
@@ -40,10 +40,10 @@ class _Array:
 
 _NAMES = {
     "numpy.core.multiarray _reconstruct": _Name("reconstruct"),
-    "numpy._core.multiarray _reconstruct": _Name("reconstruct"),  # the same, as numpy 2 writes it
+    "numpy._core.multiarray _reconstruct": _Name("reconstruct"),  # written by numpy 2
     "numpy ndarray": _Name("ndarray"),
     "numpy dtype": _Name("dtype"),
-    "_codecs encode": _Name("encode"),  # how Python 3 writes bytes for Python 2
+    "_codecs encode": _Name("encode"),  # bytes written by Python 3 for Python 2
 }
 _DTYPES = {"u1", "i1", "i2", "i4", "i8"}
 _MARK = object()
@@ -62,7 +62,7 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def load_plain(data: bytes) -> Any:
-    """The value that a pickle stands for; strings of Python 2 are bytes.
+    """The value of a pickle; Python 2 strings become bytes.
 
     >>> import pickle
     >>> load_plain(pickle.dumps({"labels": [1, 2]}, protocol=2))
@@ -79,21 +79,21 @@ def load_plain(data: bytes) -> Any:
             machine.do(opcode.name, argument)
     except RefusedPickle:
         raise
-    # Raised by genops for what is no pickle, and by a stack that runs out or holds the wrong things.
+    # Raised by genops for invalid pickles, and by a stack that is empty or has unexpected values.
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise RefusedPickle(str(error) or type(error).__name__) from error
     raise RefusedPickle("it does not end")
 
 
 class _Machine:
-    """The stack, and what the pickle put aside for using twice."""
+    """The stack and the memo of the pickle machine."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
     def do(self, name: str, argument: Any) -> None:
-        """Carry out one instruction."""
+        """Run one instruction."""
         if name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name]())
         elif name in _VALUES:
@@ -117,9 +117,9 @@ class _Machine:
             self._top(list).extend(items)
         elif name in ("SETITEM", "SETITEMS"):
             items = [self.stack.pop() for _ in range(2)][::-1] if name == "SETITEM" else self._to_mark()
-            # Other keys could be tuples nested so deep that hashing them overflows the stack.
+            # Hashing other keys, such as deeply nested tuples, could overflow the stack.
             if any(type(key) not in (str, bytes, int) for key in items[::2]):
-                raise RefusedPickle("it has keys that are not names")
+                raise RefusedPickle("it has keys that are not strings or integers")
             self._top(dict).update(zip(items[::2], items[1::2], strict=True))
         elif name == "GLOBAL":
             if argument not in _NAMES:
@@ -135,19 +135,19 @@ class _Machine:
             raise RefusedPickle(f"it has the instruction {name}, which no dataset needs")
 
     def finish(self) -> Any:
-        """The one thing left on the stack, with arrays in place of their stand-ins."""
+        """The value left on the stack, with arrays in place of their placeholders."""
         if len(self.stack) != 1:
             raise RefusedPickle("it does not end with one value")
         return _plain(self.stack[0])
 
     def _top(self, kind: type[Any]) -> Any:
         if type(self.stack[-1]) is not kind:
-            raise RefusedPickle(f"it takes a {type(self.stack[-1]).__name__} for a {kind.__name__}")
+            raise RefusedPickle(f"it uses a {type(self.stack[-1]).__name__} as a {kind.__name__}")
         return self.stack[-1]
 
     def _last(self, count: int) -> list[Any]:
         if len(self.stack) < count:
-            raise RefusedPickle("its stack runs out")
+            raise RefusedPickle("its stack is empty")
         return self.stack[-count:]
 
     def _to_mark(self) -> list[Any]:
@@ -159,7 +159,7 @@ class _Machine:
 
 
 def _make(called: Any, arguments: Any) -> Any:
-    """What the call of a name stands for."""
+    """The result of a call that the pickle makes."""
     if called == _NAMES["numpy ndarray"] or not isinstance(called, _Name):
         raise RefusedPickle(f"it calls {getattr(called, 'word', type(called).__name__)}")
     if called.word == "encode":
@@ -177,7 +177,7 @@ def _make(called: Any, arguments: Any) -> Any:
 
 
 def _fill(target: Any, state: Any) -> None:
-    """What setting the state of an array or of its dtype stands for."""
+    """Set the state of an array or of its dtype."""
     if isinstance(target, _Dtype):
         order = state[1].decode() if isinstance(state[1], bytes) else state[1]
         if order not in ("|", "<", ">"):
@@ -194,7 +194,7 @@ def _fill(target: Any, state: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays for their stand-ins, at the top and in a dict: datasets nest no deeper."""
+    """Replace placeholders by arrays, at the top level and in a dict: datasets nest no deeper."""
     if isinstance(value, dict):
         return {key: _unwrap(item) for key, item in value.items()}
     return _unwrap(value)
@@ -205,6 +205,6 @@ def _unwrap(value: Any) -> Any:
         raise RefusedPickle("it is not a plain value")
     if isinstance(value, _Array):
         if value.value is None:
-            raise RefusedPickle("it has an array without numbers")
+            raise RefusedPickle("it has an array without data")
         return value.value
     return value

@@ -1,7 +1,6 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009) as given out: the "python" pickles or the "binary" files.
+"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009) as published: the "python" pickles or the "binary" files.
 
-A path is the unpacked folder, the folder above it, or the .tar.gz itself; the pickles are read without
-running pickle code (see `_pickles`).
+A path is the unpacked folder, its parent or the .tar.gz. No pickle code is run (see `_pickles`).
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.data.readers._files import DAMAGED, check_classes, damaged, must_exist, wrong
+from coterie.data.readers._files import DAMAGED, check_classes, damaged, invalid, must_exist
 from coterie.data.readers._pickles import RefusedPickle, load_plain
 from coterie.errors import DataError
 
 _PIXELS = 3 * 32 * 32
-_MOST_BYTES = 1 << 30  # CIFAR-100's train file has 155 MB; more in an archive is not CIFAR
+_MOST_BYTES = 1 << 30  # the largest file of CIFAR-100 has 155 MB
 
 
 class Cifar(NamedTuple):
@@ -51,17 +50,17 @@ def read_cifar100(path: Path) -> Cifar:
 
 
 def read_pickled_batch(data: bytes, num_classes: int, path: Path | str) -> _Batch:
-    """One batch of the python version; `path` is for messages."""
+    """One batch of the python version; `path` is used in errors."""
     try:
         content = load_plain(data)
     except RefusedPickle as error:
-        raise wrong(path, f"is not a readable CIFAR pickle: {error}") from error
+        raise invalid(path, f"is not a readable CIFAR pickle: {error}") from error
     if not isinstance(content, dict):
-        raise wrong(path, f"holds a {type(content).__name__} where a dict with data and labels should be")
+        raise invalid(path, f"contains a {type(content).__name__} instead of a dict with data and labels")
     found = {_text(key): value for key, value in content.items()}
     x = _column(found, "data", path)
     if x.ndim != 2 or x.shape[1] != _PIXELS or x.dtype != np.uint8:
-        raise wrong(path, f"has data of shape {list(x.shape)} and type {x.dtype}, not rows of {_PIXELS} bytes")
+        raise invalid(path, f"has data of shape {list(x.shape)} and type {x.dtype}, not rows of {_PIXELS} bytes")
     y = _column(found, "labels" if num_classes == 10 else "fine_labels", path).astype(np.int64)
     coarse = None if num_classes == 10 else _column(found, "coarse_labels", path).astype(np.int64)
     return _checked(_Batch(x.reshape(-1, 3, 32, 32), y, coarse), num_classes, path)
@@ -103,7 +102,7 @@ def _read(path: Path, num_classes: int, names: tuple[str, ...], listing: str) ->
 
 
 def _files(path: Path, wanted: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
-    """Those of the wanted files that are there, one at a time."""
+    """The wanted files that exist, one at a time."""
     if path.is_dir():
         folder = _folder_with(path, wanted)
         yield from ((name, (folder / name).read_bytes()) for name in wanted if (folder / name).is_file())
@@ -113,7 +112,7 @@ def _files(path: Path, wanted: Mapping[str, str]) -> Iterator[tuple[str, bytes]]
 
 
 def _folder_with(path: Path, wanted: Mapping[str, str]) -> Path:
-    """The folder itself or the one inside it, as unpacked, that has any of the wanted files."""
+    """The folder, or the unpacked folder in it, that has any of the wanted files."""
     inside = sorted(child for child in path.glob("cifar-10*") if child.is_dir())
     for folder in (path, *inside):
         if any((folder / name).is_file() for name in wanted):
@@ -129,9 +128,9 @@ def _files_of_archive(path: Path, wanted: Mapping[str, str]) -> Iterator[tuple[s
                 if name not in wanted or not member.isfile():
                     continue
                 if member.size > _MOST_BYTES:
-                    raise wrong(path, f"has a file {name} of {member.size:,} bytes, which is not CIFAR's")
+                    raise invalid(path, f"has a file {name} of {member.size:,} bytes, which is too large for CIFAR")
                 stream = archive.extractfile(member)
-                assert stream is not None  # a plain file always has a stream
+                assert stream is not None  # regular files always have one
                 yield name, stream.read()
     except (tarfile.TarError, *DAMAGED) as error:
         raise damaged(path, error) from error
@@ -140,12 +139,12 @@ def _files_of_archive(path: Path, wanted: Mapping[str, str]) -> Iterator[tuple[s
 def _column(found: Mapping[str, Any], name: str, path: Path | str) -> NDArray[Any]:
     if name not in found:
         has = ", ".join(sorted(found)) or "nothing"
-        raise wrong(path, f"has no '{name}' (found: {has})", "give CIFAR's own file for this dataset")
+        raise invalid(path, f"has no '{name}' (found: {has})", "give CIFAR's own file for this dataset")
     value = found[name]
     if isinstance(value, list) and all(type(item) is int for item in value):
         return np.array(value, dtype=np.int64)
     if not isinstance(value, np.ndarray):
-        raise wrong(path, f"has '{name}' as {type(value).__name__}, not as numbers")
+        raise invalid(path, f"has '{name}' as {type(value).__name__}, not numbers")
     return value
 
 
@@ -154,7 +153,7 @@ def _checked(batch: _Batch, num_classes: int, path: Path | str) -> _Batch:
         if labels is None:
             continue
         if labels.shape != (len(batch.x),):
-            raise wrong(path, f"has {len(batch.x)} images but labels of shape {list(labels.shape)}")
+            raise invalid(path, f"has {len(batch.x)} images but labels of shape {list(labels.shape)}")
         check_classes(labels, classes, path)
     return batch
 

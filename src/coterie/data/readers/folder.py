@@ -1,6 +1,6 @@
-"""Picture folders with a csv: columns `file` and `label`, and optionally `user`, `group`, `is_train`.
+"""Image folders with a csv: columns `file` and `label`, and optionally `user`, `group`, `is_train`.
 
-Files are named relative to the csv's folder. Labels may be numbers or words.
+File names are relative to the csv's folder. Labels are numbers or words.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.data.readers._files import must_exist, wrong
-from coterie.data.readers._pictures import Size, pillow, read_picture
+from coterie.data.readers._files import indexed, invalid, must_exist
+from coterie.data.readers._images import Size, pillow, read_image
 from coterie.errors import ConfigError, DataError
 
 _FLAGS = {
     **dict.fromkeys(("1", "true", "yes", "train"), True),
     **dict.fromkeys(("0", "false", "no", "test"), False),
 }
-_MOST_CLASSES = 100_000  # a larger class number is an id: the network would have as many outputs
+_MOST_CLASSES = 100_000  # larger numbers are ids: the network would need that many outputs
 _COLUMNS = ("file", "label", "user", "group", "is_train")
 
 
 class Pictures(NamedTuple):
-    """Pictures with what the csv says of them; None for a column that is not there."""
+    """Images and the columns of the csv; None for a missing column."""
 
     x: NDArray[np.uint8]  # [S, C, H, W]
     y: NDArray[np.int64]  # [S]
@@ -38,10 +38,10 @@ class Pictures(NamedTuple):
 
 
 def read_folder(path: Path, *, size: Size | None = None, channels: int | None = None) -> Pictures:
-    """The pictures of a csv, or of the one csv in a folder.
+    """The images of a csv, or of the only csv in a folder.
 
-    `size` (height, width) brings all to one size; without it they must have one. `channels` is 1 (grey) or
-    3 (colour), by default as in the first picture.
+    `size` (height, width) resizes all images; without it they must have the same size. `channels` is 1 (grey) or
+    3 (colour), by default as in the first image.
     """
     if channels not in (None, 1, 3):
         raise ConfigError(f"channels must be 1 (grey) or 3 (colour). Got {channels!r} instead.")
@@ -60,29 +60,29 @@ def _only_csv(path: Path) -> Path:
         return must_exist(path, "csv file")
     found = sorted(path.glob("*.csv"))
     if len(found) != 1:
-        raise DataError(f"{path} has {len(found)} csv files; give the path of the one with the columns file and label.")
+        raise DataError(f"{path} has {len(found)} csv files; give the path of one with the columns file and label.")
     return found[0]
 
 
 def _rows(table: Path) -> list[dict[str, str]]:
-    """Rows with the known columns; every cell of them is filled."""
+    """Rows with the known columns; no cell is empty."""
     try:
-        # A byte order mark, which spreadsheets write, would hide the first column's name.
+        # utf-8-sig: spreadsheets write a byte order mark before the first column's name.
         with table.open(encoding="utf-8-sig", newline="") as stream:
             reader = csv.DictReader(stream)
             names = [name for name in _COLUMNS if name in (reader.fieldnames or ())]
             rows = [{name: (row[name] or "").strip() for name in names} for row in reader]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise wrong(table, f"is not a readable csv file: {error}", "save it as csv in UTF-8") from error
+        raise invalid(table, f"is not a readable csv file: {error}", "save it as csv in UTF-8") from error
     for needed in ("file", "label"):
         if needed not in names:
-            raise wrong(table, f"has no column '{needed}'", "its first line must name the columns file and label")
+            raise invalid(table, f"has no column '{needed}'", "its first line must name the columns file and label")
     if not rows:
-        raise wrong(table, "lists no pictures", "add one line for each picture")
+        raise invalid(table, "lists no images", "add one line per image")
     for number, row in enumerate(rows, start=2):
         empty = [name for name in names if not row[name]]
         if empty:
-            raise wrong(table, f"has nothing in column '{empty[0]}' of row {number}", "fill it in or take the row out")
+            raise invalid(table, f"has an empty column '{empty[0]}' in row {number}", "fill it in or remove the row")
     return rows
 
 
@@ -90,22 +90,21 @@ def _load(table: Path, files: list[str], size: Size | None, channels: int | None
     pillow()
     x: NDArray[np.uint8] | None = None
     for row, name in enumerate(files):
-        # A csv from elsewhere must not read what lies outside its own folder.
+        # A csv must not read files outside its own folder.
         inside = PurePosixPath(name.replace("\\", "/"))
         if inside.is_absolute() or ".." in inside.parts:
-            raise wrong(table, f"names the file '{name}'", "files must lie in the csv's folder")
-        shown = channels if x is None else x.shape[1]
-        picture = read_picture(table.parent / inside, size=size, channels=shown)
+            raise invalid(table, f"names the file '{name}'", "use files in the csv's folder")
+        picture = read_image(table.parent / inside, size=size, channels=channels if x is None else x.shape[1])
         if x is None:
             x = np.empty((len(files), *picture.shape), np.uint8)
         if picture.shape != x.shape[1:]:
-            raise wrong(
+            raise invalid(
                 table.parent / inside,
-                f"has {_shape(picture.shape)} pixels and the pictures before it {_shape(x.shape[1:])}",
-                "bring them to one size with size=(height, width)",
+                f"has {_shape(picture.shape)} pixels but the images before it {_shape(x.shape[1:])}",
+                "resize all with size=(height, width)",
             )
         x[row] = picture
-    assert x is not None  # an empty list was refused before
+    assert x is not None  # `_rows` rejects empty lists
     return x
 
 
@@ -114,29 +113,23 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _classes(labels: list[str], table: Path) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Class numbers stay what they are; words are numbered."""
+    """Class numbers are kept; words are numbered."""
     if not all(label.isascii() and label.isdigit() for label in labels):
-        return _numbered(labels)
+        return indexed(np.array(labels))
     numbers = [int(label) for label in labels]
     if max(numbers) >= _MOST_CLASSES:
-        raise wrong(table, f"has the class number {max(numbers)}", f"use numbers below {_MOST_CLASSES} or words")
+        raise invalid(table, f"has the class number {max(numbers)}", f"use numbers below {_MOST_CLASSES} or words")
     return np.array(numbers, dtype=np.int64), tuple(str(number) for number in range(max(numbers) + 1))
-
-
-def _numbered(values: list[str]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Each value as an index into the sorted names."""
-    names, index = np.unique(np.array(values), return_inverse=True)
-    return index.reshape(-1).astype(np.int64), tuple(str(name) for name in names)
 
 
 def _optional(rows: list[dict[str, str]], column: str) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
     if column not in rows[0]:
         return None, ()
-    return _numbered([row[column] for row in rows])
+    return indexed(np.array([row[column] for row in rows]))
 
 
 def _flags(rows: list[dict[str, str]], table: Path) -> NDArray[np.bool_]:
     odd = [row["is_train"] for row in rows if row["is_train"].lower() not in _FLAGS]
     if odd:
-        raise wrong(table, f"has '{odd[0]}' in column 'is_train'", "write true or false")
+        raise invalid(table, f"has '{odd[0]}' in column 'is_train'", "write true or false")
     return np.array([_FLAGS[row["is_train"].lower()] for row in rows])

@@ -1,9 +1,8 @@
 """LEAF's json files (Caldas et al., 2018): FEMNIST by writer, CelebA by person.
 
-A file has `users`, `num_samples` and `user_data` {user: {x, y}}. A path is a folder of such files, or one
-with `train` and `test` (or `all_data`) inside, as LEAF's preprocessing leaves it. Files are read one at a
-time and each user's numbers become bytes as soon as they are parsed, so that all of FEMNIST takes about
-its own size in bytes (630 MB) and the text of one file.
+A file has `users`, `num_samples` and `user_data` {user: {x, y}}. A path is a folder of such files, or one with
+`train` and `test` (or `all_data`) in it, as written by LEAF's preprocessing. Files are read one at a time, and
+each user's floats are converted to bytes as soon as they are parsed: FEMNIST takes its 630 MB plus one file.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.data.readers._files import check_classes, damaged, join, wrong
-from coterie.data.readers._pictures import pillow, read_picture
+from coterie.data.readers._files import check_classes, damaged, invalid, join
+from coterie.data.readers._images import pillow, read_image
 from coterie.errors import DataError
 
 _CLASSES = {"femnist": 62, "celeba": 2}
 
 
 class Leaf(NamedTuple):
-    """Samples by user; the files' own split where there is one."""
+    """Samples by user, with the official split if there is one."""
 
     x: NDArray[np.uint8]  # [S, 28, 28] or [S, 3, H, W]
     y: NDArray[np.int64]  # [S]
     user: NDArray[np.int64]  # [S] index into user_names
     user_names: tuple[str, ...]
-    is_train: NDArray[np.bool_] | None  # [S]; None: not split yet
+    is_train: NDArray[np.bool_] | None  # [S]; None: no split
 
 
 class _User(NamedTuple):
@@ -42,38 +41,38 @@ class _User(NamedTuple):
 
 
 class _BadUser(ValueError):
-    """Why a user's samples cannot be used."""
+    """A user's samples are invalid; the text says why."""
 
 
 Convert = Callable[[list[Any]], Any]
 
 
 def read_femnist(path: Path) -> Leaf:
-    """FEMNIST, 62 classes: images as uint8 [S, 28, 28], white paper 255 as in LEAF's files."""
+    """FEMNIST, 62 classes: images as uint8 [S, 28, 28], dark on white (255) as in LEAF's files."""
     parts, y, user, names, is_train = _collect(path, _pixels, _CLASSES["femnist"])
     return Leaf(join(parts, (28, 28), np.uint8), y, user, names, is_train)
 
 
 def read_celeba(path: Path, images: Path, *, size: int = 84) -> Leaf:
-    """CelebA, smiling or not: pictures of the folder `images` as uint8 [S, 3, size, size].
+    """CelebA, smiling or not: the images in the folder `images` as uint8 [S, 3, size, size].
 
-    LEAF's network takes 84 x 84, which is 4.2 GB for all 200,288 pictures; 32 x 32 takes 0.6 GB.
+    LEAF's network takes 84x84, which is 4.2 GB for all 200,288 images; 32x32 takes 0.6 GB.
     """
-    pillow()  # before the json is read: a missing extra should not cost minutes
+    pillow()  # fail now if it is missing: parsing the json takes minutes
     if not images.is_dir():
-        raise DataError(f"There is no folder {images}; give the folder of CelebA's pictures (img_align_celeba).")
+        raise DataError(f"There is no folder {images}; give the folder of CelebA's images (img_align_celeba).")
     parts, y, user, names, is_train = _collect(path, _file_names, _CLASSES["celeba"])
     files = [name for part in parts for name in part]
     x = np.empty((len(files), 3, size, size), np.uint8)
     for row, name in enumerate(files):
-        x[row] = read_picture(images / name, size=(size, size), channels=3)
+        x[row] = read_image(images / name, size=(size, size), channels=3)
     return Leaf(x, y, user, names, is_train)
 
 
 def _collect(
     path: Path, convert: Convert, num_classes: int
 ) -> tuple[list[Any], NDArray[np.int64], NDArray[np.int64], tuple[str, ...], NDArray[np.bool_] | None]:
-    """Samples of all files in order: x of each user and file, then the joined columns."""
+    """Samples of all files in order: a list of x by user and file, then the concatenated columns."""
     number_of: dict[str, int] = {}
     parts: list[Any] = []
     labels, counts, owners, flags = [], [], [], []
@@ -98,7 +97,7 @@ def _collect(
 
 
 def _find(path: Path) -> tuple[bool, list[tuple[Path, bool]]]:
-    """Whether there is a split, and the files, each with whether it is for training."""
+    """Whether there is a split, and the files, each with whether it is training data."""
     for folder in (path, path / "data"):
         if folder.is_file():
             return False, [(folder, True)]
@@ -112,13 +111,13 @@ def _find(path: Path) -> tuple[bool, list[tuple[Path, bool]]]:
             lost = "test" if both[0] else "train"
             raise DataError(f"{folder} has no json files in '{lost}'; run LEAF's preprocess.sh again.")
     raise DataError(
-        f"There are no LEAF json files in {path}; give the folder that LEAF's preprocess.sh made, "
+        f"There are no LEAF json files in {path}; give the folder written by LEAF's preprocess.sh, "
         "with *.json or with train/*.json and test/*.json."
     )
 
 
 def _json_files(folder: Path) -> list[Path]:
-    """Json files by number, so that all_data_10 comes after all_data_9."""
+    """Json files in natural order: all_data_10 comes after all_data_9."""
 
     def order(file: Path) -> list[int | str]:
         return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", file.name)]
@@ -130,20 +129,20 @@ def _read_file(file: Path, convert: Convert) -> Iterator[tuple[str, _User]]:
     content = _parse(file, convert)
     missing = [key for key in ("users", "user_data") if key not in content]
     if missing or not isinstance(content["users"], list) or not isinstance(content["user_data"], dict):
-        raise wrong(file, "is not a LEAF file: it needs 'users' and 'user_data'", "give LEAF's own json files")
+        raise invalid(file, "is not a LEAF file: it needs 'users' and 'user_data'", "give LEAF's own json files")
     counts = content.get("num_samples")
     for position, name in enumerate(content["users"]):
         samples = content["user_data"].pop(name, None)
         if not isinstance(samples, _User):
-            raise wrong(file, f"has no samples (x and y) of user '{name}'", "run LEAF's preprocess.sh again")
+            raise invalid(file, f"has no samples (x and y) of user '{name}'", "run LEAF's preprocess.sh again")
         if isinstance(counts, list) and (position >= len(counts) or counts[position] != len(samples.y)):
-            raise wrong(file, f"has {len(samples.y)} samples of user '{name}' but announces another number")
+            raise invalid(file, f"has {len(samples.y)} samples of user '{name}' but num_samples says otherwise")
         yield str(name), samples
 
 
 def _parse(file: Path, convert: Convert) -> dict[str, Any]:
     def shrink(pairs: list[tuple[str, Any]]) -> Any:
-        """Called for each finished object: a user's millions of floats are let go at once."""
+        """Called for each parsed object: frees a user's millions of floats at once."""
         found = dict(pairs)
         if isinstance(found.get("x"), list) and isinstance(found.get("y"), list):
             return _user(found["x"], found["y"], convert)
@@ -152,8 +151,8 @@ def _parse(file: Path, convert: Convert) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=shrink)
     except _BadUser as error:
-        raise wrong(file, error) from error
-    except (ValueError, RecursionError) as error:  # not json, or not text
+        raise invalid(file, error) from error
+    except (ValueError, RecursionError) as error:  # not json or not text
         raise damaged(file, error) from error
     return content if isinstance(content, dict) else {}
 
@@ -162,7 +161,7 @@ def _user(x: list[Any], y: list[Any], convert: Convert) -> _User:
     if len(x) != len(y):
         raise _BadUser(f"has a user with {len(x)} samples but {len(y)} labels")
     if not all(type(label) is int for label in y):
-        raise _BadUser("has labels that are not whole numbers")
+        raise _BadUser("has labels that are not integers")
     return _User(convert(x), np.array(y, dtype=np.int64))
 
 
@@ -178,8 +177,8 @@ def _pixels(x: list[Any]) -> NDArray[np.uint8]:
 
 
 def _file_names(x: list[Any]) -> list[str]:
-    """Names of pictures, which must lie in the picture folder itself."""
+    """Image names, which must not lead out of the image folder."""
     for name in x:
         if not isinstance(name, str) or Path(name).name != name:
-            raise _BadUser(f"has {name!r} where the name of a picture should be")
+            raise _BadUser(f"has {name!r} instead of an image name")
     return x

@@ -1,4 +1,4 @@
-"""SVHN's .mat files (format 2, cropped digits) and USPS in the libsvm text form.
+"""SVHN's .mat files (format 2, cropped digits) and USPS in libsvm text format.
 
 Netzer et al., 2011 (train_32x32.mat, test_32x32.mat); Hull, 1994 (usps.bz2, usps.t.bz2 of the LIBSVM page).
 """
@@ -10,31 +10,31 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.data.readers._files import DAMAGED, check_classes, damaged, must_exist, open_compressed, wrong
+from coterie.data.readers._files import DAMAGED, check_classes, damaged, invalid, must_exist, open_compressed
 
 _USPS_SIDE = 16
 
 
 def read_svhn(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Cropped SVHN digits: uint8 [S, 3, 32, 32] and classes 0 ... 9 (the file calls the digit 0 "10")."""
+    """Cropped SVHN digits: uint8 [S, 3, 32, 32] and classes 0 ... 9 (the file labels the digit 0 as 10)."""
     from scipy.io import loadmat
 
     must_exist(path, "SVHN .mat file")
     try:
         content = loadmat(path, variable_names=["X", "y"])
     except NotImplementedError as error:
-        raise wrong(path, "is a MATLAB 7.3 file", "give SVHN's own train_32x32.mat or test_32x32.mat") from error
-    except Exception as error:  # scipy raises many kinds for a damaged file
+        raise invalid(path, "is a MATLAB 7.3 file", "give SVHN's own train_32x32.mat or test_32x32.mat") from error
+    except Exception as error:  # scipy raises many types for damaged files
         raise damaged(path, error) from error
     missing = [name for name in ("X", "y") if name not in content]
     if missing:
-        raise wrong(path, f"has no '{missing[0]}'", "give format 2 of SVHN, train_32x32.mat or test_32x32.mat")
+        raise invalid(path, f"has no '{missing[0]}'", "give SVHN in format 2, train_32x32.mat or test_32x32.mat")
     x, labels = content["X"], content["y"]
     if x.ndim != 4 or x.shape[:3] != (32, 32, 3) or x.dtype != np.uint8:
-        raise wrong(path, f"has X of shape {list(x.shape)} and type {x.dtype}, not [32, 32, 3, S] of bytes")
+        raise invalid(path, f"has X of shape {list(x.shape)} and type {x.dtype}, not [32, 32, 3, S] of bytes")
     y = labels.reshape(-1).astype(np.int64)
     if len(y) != x.shape[3]:
-        raise wrong(path, f"has {x.shape[3]} images but {len(y)} labels")
+        raise invalid(path, f"has {x.shape[3]} images but {len(y)} labels")
     y[y == 10] = 0
     check_classes(y, 10, path)
     return np.ascontiguousarray(x.transpose(3, 2, 0, 1)), y
@@ -51,12 +51,12 @@ def read_usps(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     except DAMAGED as error:
         raise damaged(path, error) from error
     except (ValueError, TypeError, OverflowError) as error:
-        raise wrong(path, f"is not USPS in libsvm form: {error}", "give usps.bz2 or usps.t.bz2") from error
+        raise invalid(path, f"is not USPS in libsvm format: {error}", "give usps.bz2 or usps.t.bz2") from error
     values = sparse.toarray()
     if not len(values):
         raise damaged(path, "it has no samples")
     if not np.abs(values).max() <= 1:
-        raise wrong(path, "has values outside -1 ... 1", "give usps.bz2 or usps.t.bz2 as published")
+        raise invalid(path, "has values outside -1 ... 1", "give usps.bz2 or usps.t.bz2 as published")
     y = np.asarray(labels).astype(np.int64) - 1
     check_classes(y, 10, path)
     x = np.rint((values + 1) * 127.5).astype(np.uint8)

@@ -1,1 +1,1 @@
-"""Parts that scenarios are made of, one file each; found by being here."""
+"""Parts of scenarios; every module here is imported and registers its own."""

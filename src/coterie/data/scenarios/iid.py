@@ -1,20 +1,20 @@
-"""All clients of one kind: samples dealt out evenly at random."""
+"""IID clients."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coterie.data.scenario import Deal, Part, register_part
+from coterie.data.scenario import Part, Partition, register_part
 
 
 @register_part
 @dataclass(frozen=True)
 class Iid(Part):
-    """Every training sample to exactly one client."""
+    """Each training sample goes to exactly one client."""
 
     key: ClassVar[str] = "iid"
-    summary: ClassVar[str] = "samples dealt out evenly at random"
+    summary: ClassVar[str] = "samples distributed evenly at random"
 
-    def plan(self, deal: Deal) -> None:
-        """Nothing to add: this is how samples are dealt by default."""
+    def configure(self, partition: Partition) -> None:
+        """Nothing to do: this is the default."""

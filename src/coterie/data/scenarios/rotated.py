@@ -1,11 +1,11 @@
-"""Kinds of client that hold their pictures differently: group g sees them turned by g / groups of a circle."""
+"""Groups that see their images rotated: group g by g / groups of a full turn."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coterie.data.scenario import Deal, Part, register_part
+from coterie.data.scenario import Part, Partition, register_part
 from coterie.data.transforms import Rotate, View
 from coterie.errors import DataError
 from coterie.settings import setting
@@ -17,15 +17,14 @@ class Rotated(Part):
     """Groups by rotation: 0, 90, 180, 270 degrees for four, 0 and 180 for two."""
 
     key: ClassVar[str] = "rotated"
-    summary: ClassVar[str] = "groups see the pictures turned by equal steps of a circle"
+    summary: ClassVar[str] = "each group sees its images rotated by another angle"
 
     groups: int = setting(4, "number of rotations", ge=1, le=360)
 
-    def plan(self, deal: Deal) -> None:
-        """One view a group."""
-        shape = deal.dataset.input_shape
+    def configure(self, partition: Partition) -> None:
+        shape = partition.dataset.input_shape
         if len(shape) != 3 or shape[-1] != shape[-2]:
-            raise DataError(f"Only square pictures can be turned; samples of {deal.dataset.name} are {shape}.")
+            raise DataError(f"rotated needs square images, but samples of {partition.dataset.name} have shape {shape}.")
         angles = [360.0 * g / self.groups for g in range(self.groups)]
         views: list[View] = [() if angle == 0 else (Rotate(angle),) for angle in angles]
-        deal.set_groups([f"r{angle:03.0f}" for angle in angles], views)
+        partition.set_groups([f"r{angle:03.0f}" for angle in angles], views)

@@ -1,4 +1,4 @@
-"""Clients of one kind that hold different amounts of different classes: `dirichlet`, `quantity_skew`, `shards`."""
+"""One group whose clients have different classes or sizes: `dirichlet`, `quantity_skew`, `shards`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from coterie.data.scenario import Deal, Hand, Part, register_part, shuffled
+from coterie.data.scenario import ClientShare, Part, Partition, register_part, shuffled
 from coterie.errors import ConfigError, DataError
 from coterie.settings import setting
 
@@ -15,71 +15,71 @@ from coterie.settings import setting
 @register_part
 @dataclass(frozen=True)
 class Dirichlet(Part):
-    """Label skew; what alpha means is said by `sense`."""
+    """Label skew; `sense` defines what alpha means."""
 
     key: ClassVar[str] = "dirichlet"
-    summary: ClassVar[str] = "label skew: clients hold some classes more than others"
+    summary: ClassVar[str] = "label skew: clients have different class proportions"
 
-    alpha: float = setting(3.0, "Dirichlet parameter: small is strong", gt=0)
+    alpha: float = setting(3.0, "Dirichlet parameter: smaller is stronger", gt=0)
     sense: Literal["total", "per_class", "shares"] = setting("total", "what alpha means; see the common settings")
 
-    def plan(self, deal: Deal) -> None:
-        """Set the skew."""
-        deal.common = replace(deal.common, alpha=self.alpha, sense=self.sense)
+    def configure(self, partition: Partition) -> None:
+        partition.common = replace(partition.common, alpha=self.alpha, sense=self.sense)
 
 
 @register_part
 @dataclass(frozen=True)
 class QuantitySkew(Part):
-    """Clients of very different sizes."""
+    """Clients of different sizes."""
 
     key: ClassVar[str] = "quantity_skew"
-    summary: ClassVar[str] = "some clients hold many samples, some few"
+    summary: ClassVar[str] = "size skew: clients have different numbers of samples"
 
-    quantity: float = setting(0.5, "Dirichlet parameter of the clients' shares: small is strong", gt=0)
+    quantity: float = setting(0.5, "Dirichlet parameter of the clients' shares: smaller is stronger", gt=0)
 
-    def plan(self, deal: Deal) -> None:
-        """Set the skew."""
-        if deal.common.samples is not None:
-            raise ConfigError("quantity_skew and scenario.samples contradict each other; keep one of them.")
-        deal.common = replace(deal.common, quantity=self.quantity)
+    def configure(self, partition: Partition) -> None:
+        if partition.common.samples is not None:
+            raise ConfigError("quantity_skew and scenario.samples exclude each other; use one of them.")
+        partition.common = replace(partition.common, quantity=self.quantity)
 
 
 @register_part
 @dataclass(frozen=True)
 class Shards(Part):
-    """The pathological split of the FedAvg paper: samples sorted by class, cut, and a few pieces to each client."""
+    """The pathological partition of the FedAvg paper: samples sorted by class and cut, a few pieces per client."""
 
     key: ClassVar[str] = "shards"
-    summary: ClassVar[str] = "each client holds only a few classes (the pathological split)"
+    summary: ClassVar[str] = "each client has only a few classes (the pathological partition)"
 
-    per_client: int = setting(2, "pieces that each client gets", ge=1)
+    per_client: int = setting(2, "pieces per client", ge=1)
 
-    def plan(self, deal: Deal) -> None:
-        """Deal pieces."""
-        deal.set_dealer(self.deal)
+    def configure(self, partition: Partition) -> None:
+        partition.set_partitioner(self.shares)
 
-    def deal(self, deal: Deal) -> list[Hand]:
-        """Pieces within each group."""
-        if not deal.dataset.num_classes:
-            raise ConfigError(f"shards sorts by class; {deal.dataset.name} has none.")
-        groups = deal.client_groups()
-        hands = []
-        for group, name in enumerate(deal.group_names):
-            rows, _ = deal.pool(group)
+    def shares(self, partition: Partition) -> list[ClientShare]:
+        if not partition.dataset.num_classes:
+            raise ConfigError(
+                f"shards sorts samples by class, but {partition.dataset.name} has no classes; use another scenario."
+            )
+        groups = partition.client_groups()
+        found = []
+        for group, name in enumerate(partition.group_names):
+            rows, _ = partition.pool(group)
             members = groups.count(group)
             pieces = members * self.per_client
             if pieces > len(rows):
                 raise DataError(
-                    f"{len(rows)} samples of {deal.dataset.name} cannot be cut into {pieces} pieces; "
-                    "use fewer clients or a smaller scenario.per_client."
+                    f"{len(rows)} samples of {partition.dataset.name} cannot be cut into {pieces} pieces; "
+                    "use fewer clients or reduce scenario.per_client."
                 )
-            point = deal.rng.at("shards", group)
+            point = partition.rng.at("shards", group)
             mixed = shuffled(rows, point.at("rows"))
-            ordered = mixed[torch.argsort(deal.dataset.y[mixed], stable=True)]
+            ordered = mixed[torch.argsort(partition.dataset.y[mixed], stable=True)]
             cut = torch.tensor_split(ordered, pieces)
             luck = point.at("pieces").permutation(pieces).reshape(members, self.per_client)
             for number, mine in enumerate(luck.tolist()):
                 own = torch.cat([cut[piece] for piece in mine])
-                hands.append(Hand(f"{name}-{number:03d}", group, shuffled(own, point.at("order", number)), group))
-        return hands
+                found.append(
+                    ClientShare(f"{name}-{number:03d}", group, shuffled(own, point.at("order", number)), group)
+                )
+        return found

@@ -1,1 +1,1 @@
-"""Sources of samples, one file each; found by being here."""
+"""Sources of datasets; every module here is imported and registers its own."""

@@ -1,14 +1,15 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009): 60,000 colour pictures of 32x32."""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009): 60,000 colour images, 32x32."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from coterie.data.dataset import Dataset, register_source
 from coterie.data.readers.cifar import Cifar, read_cifar10, read_cifar100
-from coterie.data.sources.stored import StoredSource, present
+from coterie.data.sources.stored import StoredSource, existing
 
 
 @dataclass(frozen=True)
@@ -17,31 +18,26 @@ class _CifarSource(StoredSource):
 
     copies: ClassVar[tuple[str, ...]]
     files: ClassVar[tuple[str, ...]]
+    read: ClassVar[Callable[[Path], Cifar]]
 
-    def original_files(self, place: Path) -> tuple[Path, ...]:
-        """The first of the known copies, else the files themselves."""
-        loose = [name for name in self.files if (place / name).is_file()]  # LEAF has folders called train and test
-        return present(place, self.copies)[:1] or present(place, loose)
+    def original_files(self, folder: Path) -> tuple[Path, ...]:
+        loose = [name for name in self.files if (folder / name).is_file()]  # LEAF has folders named train and test
+        return existing(folder, self.copies)[:1] or existing(folder, loose)
 
-    def read_original(self, place: Path) -> Dataset:
-        """Train, then test."""
-        copies = present(place, self.copies)
-        found = self.read(copies[0] if copies else place)
-        return self.made(found.x, found.y, found.is_train)
-
-    def read(self, path: Path) -> Cifar:
-        """The reader of this one of the two."""
-        raise NotImplementedError
+    def read_original(self, folder: Path) -> Dataset:
+        copies = existing(folder, self.copies)
+        found = type(self).read(copies[0] if copies else folder)
+        return self.dataset(found.x, found.y, found.is_train)
 
 
 @register_source
 @dataclass(frozen=True)
 class Cifar10(_CifarSource):
-    """Ten kinds of animals and vehicles."""
+    """Ten classes of animals and vehicles."""
 
     key: ClassVar[str] = "cifar10"
-    summary: ClassVar[str] = "60,000 colour pictures of 32x32, 10 classes"
-    wanted: ClassVar[str] = "cifar-10-batches-py/ (or cifar-10-python.tar.gz)"
+    summary: ClassVar[str] = "60,000 colour images, 32x32, 10 classes"
+    original: ClassVar[str] = "cifar-10-batches-py/ (or cifar-10-python.tar.gz)"
     classes: ClassVar[int] = 10
     copies: ClassVar[tuple[str, ...]] = (
         "cifar-10-batches-py",
@@ -50,20 +46,17 @@ class Cifar10(_CifarSource):
         "cifar-10-binary.tar.gz",
     )
     files: ClassVar[tuple[str, ...]] = ("data_batch_1", "data_batch_1.bin", "test_batch", "test_batch.bin")
-
-    def read(self, path: Path) -> Cifar:
-        """The pickles are read without running pickle code."""
-        return read_cifar10(path)
+    read: ClassVar[Callable[[Path], Cifar]] = staticmethod(read_cifar10)
 
 
 @register_source
 @dataclass(frozen=True)
 class Cifar100(_CifarSource):
-    """A hundred kinds of things."""
+    """A hundred classes."""
 
     key: ClassVar[str] = "cifar100"
-    summary: ClassVar[str] = "60,000 colour pictures of 32x32, 100 classes"
-    wanted: ClassVar[str] = "cifar-100-python/ (or cifar-100-python.tar.gz)"
+    summary: ClassVar[str] = "60,000 colour images, 32x32, 100 classes"
+    original: ClassVar[str] = "cifar-100-python/ (or cifar-100-python.tar.gz)"
     classes: ClassVar[int] = 100
     copies: ClassVar[tuple[str, ...]] = (
         "cifar-100-python",
@@ -72,7 +65,4 @@ class Cifar100(_CifarSource):
         "cifar-100-binary.tar.gz",
     )
     files: ClassVar[tuple[str, ...]] = ("train", "train.bin", "test", "test.bin")
-
-    def read(self, path: Path) -> Cifar:
-        """The pickles are read without running pickle code."""
-        return read_cifar100(path)
+    read: ClassVar[Callable[[Path], Cifar]] = staticmethod(read_cifar100)

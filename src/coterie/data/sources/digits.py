@@ -1,4 +1,4 @@
-"""scikit-learn's 1,797 handwritten digits (UCI ML hand-written digits, 8x8): embedded, no download."""
+"""scikit-learn's 1,797 handwritten digits (UCI, 8x8): embedded, no download."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ _TRAIN_SHARE = 0.8
 @register_source
 @dataclass(frozen=True)
 class Digits(Source):
-    """The digits, with one fixed 80/20 split that no seed changes."""
+    """The digits, with a fixed 80/20 split that does not depend on the seed."""
 
     key: ClassVar[str] = "digits"
-    summary: ClassVar[str] = "1,797 handwritten digits of 8x8, inside scikit-learn"
+    summary: ClassVar[str] = "1,797 handwritten digits, 8x8, included in scikit-learn"
 
     def load(self, clients: int | None, rng: Rng, data_dir: Path | None) -> Dataset:
-        """Read the samples from scikit-learn's own files."""
         from sklearn.datasets import load_digits
 
         images, labels = load_digits(return_X_y=True)
@@ -36,30 +35,11 @@ class Digits(Source):
         return Dataset("digits", x, y, num_classes=10, is_train=is_train, mean=8.0, std=8.0).validate()
 
 
-# Good for one global model and for clustered ones alike (measured over 10 seeds).
+# Works for one global model and for clusters (measured over 10 seeds).
 _WORK = {"lr": 0.2, "epochs": 4, "batch_size": 20}
 
-register_preset(
-    Preset(
-        name="rotated-digits",
-        summary="digits, four kinds of client: turned by 0, 90, 180, 270 degrees",
-        source="digits",
-        scenario="rotated",
-        clients=40,
-        model="mlp",
-        model_settings={"hidden": 64},
-        work=_WORK,
-    )
-)
-register_preset(
-    Preset(
-        name="digits",
-        summary="digits, all clients of one kind",
-        source="digits",
-        scenario="iid",
-        clients=40,
-        model="mlp",
-        model_settings={"hidden": 64},
-        work=_WORK,
-    )
-)
+for _name, _scenario, _summary in (
+    ("rotated-digits", "rotated", "digits, four groups: rotated by 0, 90, 180, 270 degrees"),
+    ("digits", "iid", "digits, IID"),
+):
+    register_preset(Preset(_name, _summary, "digits", _scenario, clients=40, model_settings={"hidden": 64}, work=_WORK))

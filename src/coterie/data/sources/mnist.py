@@ -1,7 +1,7 @@
-"""MNIST (LeCun et al., 1998) and Fashion-MNIST (Xiao et al., 2017): 70,000 grey pictures of 28x28, in idx files.
+"""MNIST (LeCun et al., 1998) and Fashion-MNIST (Xiao et al., 2017): 70,000 grey images, 28x28, in idx files.
 
 MNIST's writers and their NIST series come from QMNIST's label files (Yadav and Bottou, 2019), whose rows are in
-MNIST's own order; the two series are two true groups of people: Census employees and high-school students.
+MNIST's order. The two series are two true groups of people: Census employees and high-school students.
 """
 
 from __future__ import annotations
@@ -14,54 +14,42 @@ from typing import ClassVar
 import numpy as np
 
 from coterie.data.dataset import Dataset, register_source
-from coterie.data.readers._files import join
 from coterie.data.readers.idx import read_pair, read_qmnist_labels
-from coterie.data.sources.stored import StoredSource, numbered, present
+from coterie.data.sources.stored import StoredSource, existing, numbered
 from coterie.errors import DataError
 
 _IMAGES = {"train": "train-images-idx3-ubyte", "test": "t10k-images-idx3-ubyte"}
 _LABELS = {"train": "train-labels-idx1-ubyte", "test": "t10k-labels-idx1-ubyte"}
 _WRITERS = {"train": "qmnist-train-labels-idx2-int", "test": "qmnist-test-labels-idx2-int"}
-_WRITER_PLACES = ("mnist", "MNIST/raw", "qmnist", "QMNIST/raw", ".")
+_WRITER_FOLDERS = ("mnist", "MNIST/raw", "qmnist", "QMNIST/raw", ".")
 _SERIES, _WRITER = 1, 2  # columns of QMNIST's labels
 
 
 @dataclass(frozen=True)
 class IdxSource(StoredSource):
-    """Pictures and labels in four idx files, which tools also write with a point for the last dash."""
+    """Images and labels in four idx files."""
 
     classes: ClassVar[int] = 10
     transposed: ClassVar[bool] = False
 
     def idx_names(self, part: str) -> tuple[str, str]:
-        """Names of the files of pictures and labels of 'train' or 'test'."""
+        """Names of the image and label files of 'train' or 'test'."""
         return _IMAGES[part], _LABELS[part]
 
-    def original_files(self, place: Path) -> tuple[Path, ...]:
-        """Any of the four files: a missing one is then named."""
+    def original_files(self, folder: Path) -> tuple[Path, ...]:
         names = (name for part in ("train", "test") for name in self.idx_names(part))
-        return present(place, [spelled for name in names for spelled in spellings(name)])
+        return existing(folder, [spelling for name in names for spelling in spellings(name)])
 
-    def read_original(self, place: Path) -> Dataset:
-        """Train, then test."""
+    def read_original(self, folder: Path) -> Dataset:
         pairs = []
         for part in ("train", "test"):
-            images, labels = (spelled_file(place, name) for name in self.idx_names(part))
+            images, labels = (_find_file(folder, name) for name in self.idx_names(part))
             pairs.append(read_pair(images, labels, transposed=self.transposed))
-        return self.of_pairs(*pairs)
-
-    def of_pairs(self, train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]) -> Dataset:
-        """The dataset of (pictures, labels) for training and testing."""
-        if train[0].shape[1:] != test[0].shape[1:]:
-            raise DataError(f"{self.stem}: the pictures for training and for testing are of two sizes; get it again.")
-        is_train = np.repeat([True, False], [len(train[1]), len(test[1])])
-        y = np.concatenate([train[1], test[1]])
-        x = join([train[0], test[0]], train[0].shape[1:], np.uint8)
-        return self.made(x, y, is_train)
+        return self.from_pairs(pairs)
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """The names that one idx file goes by.
+    """The names under which one idx file is distributed.
 
     >>> spellings("t10k-labels-idx1-ubyte")[:3]
     ('t10k-labels-idx1-ubyte', 't10k-labels-idx1-ubyte.gz', 't10k-labels.idx1-ubyte')
@@ -70,34 +58,33 @@ def spellings(name: str) -> tuple[str, ...]:
     return name, f"{name}.gz", dotted, f"{dotted}.gz"
 
 
-def spelled_file(place: Path, name: str) -> Path:
-    """The file as it is spelled in a folder; where it is not there, its plain name, which the reader refuses."""
-    return next(iter(present(place, spellings(name))), place / name)
+def _find_file(folder: Path, name: str) -> Path:
+    """The file under any of its spellings; if there is none, its plain name, which the reader reports as missing."""
+    return next(iter(existing(folder, spellings(name))), folder / name)
 
 
-def _is_fashion(place: Path) -> bool:
-    """Whether a folder says it holds Fashion-MNIST, whose files have the very names of MNIST's."""
-    names = (name.lower().replace("-", "").replace("_", "") for name in place.resolve().parts[-2:])
+def _is_fashion(folder: Path) -> bool:
+    """Whether a folder is named after Fashion-MNIST, whose files have the same names as MNIST's."""
+    names = (name.lower().replace("-", "").replace("_", "") for name in folder.resolve().parts[-2:])
     return any(name in ("fashionmnist", "fashion") for name in names)
 
 
 @register_source
 @dataclass(frozen=True)
 class Mnist(IdxSource):
-    """Handwritten digits; by writer where QMNIST's labels are there."""
+    """Handwritten digits, with writers if QMNIST's labels are available."""
 
     key: ClassVar[str] = "mnist"
-    summary: ClassVar[str] = "70,000 handwritten digits of 28x28; by writer where they are known"
-    wanted: ClassVar[str] = "its idx files (train-images-idx3-ubyte.gz ...)"
-    places: ClassVar[tuple[str, ...]] = ("MNIST/raw",)
+    summary: ClassVar[str] = "70,000 handwritten digits, 28x28; with writers if QMNIST's labels are available"
+    original: ClassVar[str] = "its idx files (train-images-idx3-ubyte.gz ...)"
+    folders: ClassVar[tuple[str, ...]] = ("MNIST/raw",)
     groups: ClassVar[tuple[str, ...]] = ("group", "population")
 
-    def original_files(self, place: Path) -> tuple[Path, ...]:
-        """The idx files, unless the folder is Fashion-MNIST's."""
-        return () if _is_fashion(place) else super().original_files(place)
+    def original_files(self, folder: Path) -> tuple[Path, ...]:
+        return () if _is_fashion(folder) else super().original_files(folder)
 
-    def completed(self, data: Dataset, folder: Path) -> Dataset:
-        """Join the writers where they are not known yet and QMNIST's label files are there."""
+    def complete(self, data: Dataset, folder: Path) -> Dataset:
+        """Add the writers from QMNIST's label files, if available."""
         if data.user is not None or data.is_train is None:
             return data
         found = {part: _writer_file(folder, name) for part, name in _WRITERS.items()}
@@ -107,29 +94,29 @@ class Mnist(IdxSource):
         for part, rows in (("train", data.is_train), ("test", ~data.is_train)):
             path, count = found[part], int(rows.sum())
             assert path is not None
-            table = read_qmnist_labels(path)[:count]  # of QMNIST's 60,000 test digits, MNIST's come first
+            table = read_qmnist_labels(path)[:count]  # the first of QMNIST's 60,000 test digits are MNIST's
             if not np.array_equal(table[:, 0], data.y.numpy()[rows]):
-                raise DataError(f"{path} does not have the labels of this MNIST; take it away or give QMNIST's own.")
+                raise DataError(f"The labels in {path} are not those of MNIST; remove or replace it.")
             columns[rows] = table[:, [_SERIES, _WRITER]]
         user, names = numbered(columns[:, 1])
         return dataclasses.replace(data, user=user, user_names=names, group=numbered(columns[:, 0])[0])
 
 
 def _writer_file(folder: Path, name: str) -> Path | None:
-    places = (folder / place for place in _WRITER_PLACES)
-    return next((file for place in places for file in present(place, spellings(name))), None)
+    places = (folder / place for place in _WRITER_FOLDERS)
+    return next((file for place in places for file in existing(place, spellings(name))), None)
 
 
 @register_source
 @dataclass(frozen=True)
 class FashionMnist(IdxSource):
-    """Pictures of clothes, in MNIST's form."""
+    """Images of clothes, in MNIST's format."""
 
     key: ClassVar[str] = "fashion-mnist"
-    summary: ClassVar[str] = "70,000 pictures of clothes of 28x28, ten kinds"
-    wanted: ClassVar[str] = "its idx files in a folder 'fashion-mnist'"
-    places: ClassVar[tuple[str, ...]] = ("FashionMNIST/raw",)
+    summary: ClassVar[str] = "70,000 images of clothes, 28x28, ten classes"
+    original: ClassVar[str] = "its idx files in a folder 'fashion-mnist'"
+    folders: ClassVar[tuple[str, ...]] = ("FashionMNIST/raw",)
 
-    def original_files(self, place: Path) -> tuple[Path, ...]:
-        """The idx files, in a folder that says it is Fashion-MNIST's: MNIST's have the same names."""
-        return super().original_files(place) if _is_fashion(place) else ()
+    def original_files(self, folder: Path) -> tuple[Path, ...]:
+        """The idx files, in a folder named after Fashion-MNIST."""
+        return super().original_files(folder) if _is_fashion(folder) else ()

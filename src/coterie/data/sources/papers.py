@@ -1,6 +1,6 @@
-"""The named datasets of the papers' experiments: source, scenario, network and local work as published.
+"""The datasets of the papers' experiments: source, scenario, model and local work as published.
 
-A validation share is not held out here, as in the papers; `--set scenario.valid=0.1` does.
+As in the papers, no validation samples are held out; `--set scenario.valid=0.1` does.
 """
 
 from __future__ import annotations
@@ -9,130 +9,117 @@ from typing import Any
 
 from coterie.data.dataset import Preset, register_preset
 
-# ---- MD-ICFL (Zhang et al. 2024): 48 clients, label vectors ~ Dir(alpha * p), the whole test set of the own kind ----
 
-_MD_ICFL: dict[str, Any] = {"clients": 48}
+def _work(lr: float, epochs: int, batch_size: int) -> dict[str, Any]:
+    return {"lr": lr, "epochs": epochs, "batch_size": batch_size}
+
+
+# ---- MD-ICFL (Zhang et al. 2024): 48 clients, label vectors ~ Dir(alpha * p), the whole test set of the group ----
 
 register_preset(
     Preset(
-        name="rotated-mnist",
-        summary="MNIST turned by 0, 90, 180, 270 degrees (MD-ICFL, table 4)",
+        "rotated-mnist",
+        "MNIST rotated by 0, 90, 180, 270 degrees (MD-ICFL, table 4)",
         source="mnist",
         scenario="rotated",
+        clients=48,
         scenario_settings={"groups": 4, "samples": 1000, "alpha": 100.0, "valid": 0.0},
         model="lenet",
-        work={"lr": 0.1, "epochs": 2, "batch_size": 50},
-        **_MD_ICFL,
+        work=_work(0.1, 2, 50),
     )
 )
 register_preset(
     Preset(
-        name="swapped-rotated-cifar10",
-        summary="CIFAR-10 turned, and two class names exchanged in each kind (MD-ICFL, tables 1-3)",
+        "swapped-rotated-cifar10",
+        "CIFAR-10 rotated, with two classes swapped in each group (MD-ICFL, tables 1-3)",
         source="cifar10",
         scenario="rotated+label_swapped",
+        clients=48,
         scenario_settings={"groups": 4, "samples": 5000, "alpha": 3.0, "valid": 0.0},
         model="resnet18",
-        work={"lr": 0.1, "epochs": 1, "batch_size": 50},
-        **_MD_ICFL,
+        work=_work(0.1, 1, 50),
     )
 )
 register_preset(
     Preset(
-        name="multi-source-digits",
-        summary="digits from MNIST, USPS, SVHN and sign language (MD-ICFL, table 5)",
+        "multi-source-digits",
+        "digits from MNIST, USPS, SVHN and sign language (MD-ICFL, table 5)",
         source="digits-4",
         scenario="multi_source",
+        clients=48,
         scenario_settings={"samples": 1000, "alpha": 100.0, "valid": 0.0},
         model="lenet",
-        work={"lr": 0.1, "epochs": 3, "batch_size": 50},
-        **_MD_ICFL,
+        work=_work(0.1, 3, 50),
     )
 )
 
-# ---- FedDSMIC (Li et al. 2023): three groups of classes shared among clients by Dir(alpha), 80/20 a client ----
+# ---- FedDSMIC (Li et al. 2023): three groups of classes divided among clients by Dir(alpha), 80/20 per client ----
 
-
-def _grouped(name: str, source: str, clients: int, model: str, total: int | None, **more: Any) -> None:
-    settings = {"groups": 3, "alpha": 0.5, "valid": 0.0} | ({} if total is None else {"total": total})
+for _source, _clients, _model, _total in (
+    ("mnist", 100, "mclr", {}),
+    ("emnist", 100, "leaf-cnn", {"total": 81_415}),
+    ("cifar10", 80, "mobilenetv2", {"total": 30_000}),
+    ("cifar100", 125, "mobilenetv2", {"total": 30_000}),
+):
     register_preset(
         Preset(
-            name=name,
-            summary=f"{source}: groups of classes shared among {clients} clients (FedDSMIC, table 2)",
-            source=source,
+            f"grouped-{_source}",
+            f"{_source}: groups of classes divided among {_clients} clients (FedDSMIC, table 2)",
+            source=_source,
             scenario="grouped_labels",
-            clients=clients,
-            scenario_settings=settings,
-            model=model,
+            clients=_clients,
+            scenario_settings={"groups": 3, "alpha": 0.5, "valid": 0.0, **_total},
+            model=_model,
             work={"lr": 0.01, "steps": 20, "batch_size": 32, "momentum": 0.9},
-            **more,
         )
     )
 
+# ---- FeSEM (Long et al. 2022): LEAF's users, 80/20 per client; and MNIST by its writers ----
 
-_grouped("grouped-mnist", "mnist", 100, "mclr", None)
-_grouped("grouped-emnist", "emnist", 100, "leaf-cnn", 81_415)
-_grouped("grouped-cifar10", "cifar10", 80, "mobilenetv2", 30_000)
-_grouped("grouped-cifar100", "cifar100", 125, "mobilenetv2", 30_000)
-
-# ---- FeSEM (Long et al. 2022): LEAF's natural users, 80/20 a device; and MNIST by its writers ----
-
-register_preset(
-    Preset(
-        name="femnist",
-        summary="handwritten characters by writer, 62 classes (LEAF; FeSEM, table 2)",
-        source="femnist",
-        scenario="by_user",
-        scenario_settings={"split": "own", "valid": 0.0},
-        model="leaf-cnn",
-        work={"lr": 0.003, "epochs": 5, "batch_size": 10},
-    )
-)
-register_preset(
-    Preset(
-        name="fedceleba",
-        summary="faces by person, smiling or not (LEAF; FeSEM, table 3)",
-        source="celeba",
-        scenario="by_user",
-        scenario_settings={"split": "own", "valid": 0.0, "min_samples": 5},
-        model="celeba-cnn",
-        work={"lr": 0.03, "epochs": 10, "batch_size": 10},
-    )
-)
-register_preset(
-    Preset(
-        name="writers-mnist",
-        summary="MNIST by its 836 writers, of two NIST populations",
-        source="mnist",
-        scenario="by_user",
-        scenario_settings={"split": "own", "valid": 0.0},
-        model="lenet",
-        work={"lr": 0.03, "epochs": 5, "batch_size": 10},
-    )
-)
-
-# ---- the sources by themselves: any scenario can be put on them ----
-
-_PLAIN = {
-    "mnist": ("lenet", "handwritten digits, 28x28"),
-    "fashion-mnist": ("lenet", "articles of clothing, 28x28"),
-    "emnist": ("leaf-cnn", "handwritten characters, 28x28"),
-    "cifar10": ("resnet18", "ten kinds of things, 32x32 colour"),
-    "cifar100": ("resnet18", "a hundred kinds of things, 32x32 colour"),
-    "svhn": ("lenet", "house numbers, 32x32"),
-    "usps": ("lenet", "digits of postal codes, 16x16"),
-    "sign": ("lenet", "digits in sign language, 28x28"),
-    "celeba": ("celeba-cnn", "faces, smiling or not"),
-}
-for _name, (_model, _about) in _PLAIN.items():
+for _name, _summary, _source, _least, _model, _local in (
+    (
+        "femnist",
+        "handwritten characters by writer, 62 classes (LEAF; FeSEM, table 2)",
+        "femnist",
+        {},
+        "leaf-cnn",
+        _work(0.003, 5, 10),
+    ),
+    (
+        "fedceleba",
+        "faces by person, smiling or not (LEAF; FeSEM, table 3)",
+        "celeba",
+        {"min_samples": 5},
+        "celeba-cnn",
+        _work(0.03, 10, 10),
+    ),
+    ("writers-mnist", "MNIST by its 836 writers of two NIST populations", "mnist", {}, "lenet", _work(0.03, 5, 10)),
+):
     register_preset(
         Preset(
-            name=_name,
-            summary=f"{_about}; dealt out evenly, or as --scenario says",
-            source=_name,
-            scenario="iid",
-            clients=100,
+            _name,
+            _summary,
+            source=_source,
+            scenario="by_user",
+            scenario_settings={"split": "own", "valid": 0.0, **_least},
             model=_model,
-            work={"lr": 0.05, "epochs": 1, "batch_size": 32},
+            work=_local,
         )
+    )
+
+# ---- the sources alone, for any scenario ----
+
+for _name, _model, _about in (
+    ("mnist", "lenet", "handwritten digits, 28x28"),
+    ("fashion-mnist", "lenet", "clothes, 28x28"),
+    ("emnist", "leaf-cnn", "handwritten characters, 28x28"),
+    ("cifar10", "resnet18", "ten classes of objects, 32x32 colour"),
+    ("cifar100", "resnet18", "a hundred classes of objects, 32x32 colour"),
+    ("svhn", "lenet", "house numbers, 32x32"),
+    ("usps", "lenet", "digits of postal codes, 16x16"),
+    ("sign", "lenet", "digits in sign language, 28x28"),
+    ("celeba", "celeba-cnn", "faces, smiling or not"),
+):
+    register_preset(
+        Preset(_name, f"{_about}; IID by default", _name, "iid", 100, model=_model, work=_work(0.05, 1, 32))
     )

@@ -1,8 +1,8 @@
-"""What the stored sources share: the data folder, and the ways in that give the same samples.
+"""Base of the sources that are read from the data folder.
 
-A source is read from `NAME.npz` in the data folder (see `npz`; checked against `NAME.npz.sha256` where that
-is there), else from a copy in the form its authors gave it out. Nothing here ever touches the network:
-`coterie data fetch NAME` does, and leaves a `NAME.npz`.
+A source is read from `NAME.npz` (checked against `NAME.npz.sha256`, if present), else from a copy in its
+published format; both give the same samples. Only `coterie data fetch NAME`, which writes `NAME.npz`, uses
+the network.
 """
 
 from __future__ import annotations
@@ -22,46 +22,47 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.data.dataset import Dataset, Source
+from coterie.data.readers._files import indexed, join
 from coterie.data.sources.npz import read_npz
 from coterie.errors import DataError
 from coterie.randomness import Rng
 
-_GREY = 127.5  # pixels 0 ... 255 are given to networks as -1 ... 1
-_LUMINANCE = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow turns colour into grey
-_SLAB = 1 << 24  # pixels brought to another size at a time: never a float copy of all
+_GREY = 127.5  # maps pixels 0 ... 255 to -1 ... 1
+_LUMINANCE = (0.299, 0.587, 0.114)  # ITU-R BT.601, as used by Pillow
+_SLAB = 1 << 24  # pixels resized at a time, to avoid a float copy of everything
+
+
+Pair = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images and labels
 
 
 def data_folder(data_dir: Path | None = None) -> Path:
-    """Where stored data lies: the folder given, else COTERIE_DATA, else ~/.cache/coterie."""
+    """The data folder: the given one, else COTERIE_DATA, else ~/.cache/coterie."""
     named = data_dir or os.environ.get("COTERIE_DATA") or "~/.cache/coterie"
     return Path(named).expanduser()
 
 
 class Found(NamedTuple):
-    """A source's data as it lies on the disk."""
+    """The files of a source."""
 
     form: Literal["npz", "original"]
-    path: Path  # the .npz, or the folder that the original's files are in
-    files: tuple[Path, ...]  # files, or whole folders of them
+    path: Path  # the .npz, or the folder of the original files
+    files: tuple[Path, ...]  # files or folders
 
     @property
     def size(self) -> int:
-        """Bytes on the disk."""
+        """Bytes on disk."""
         inside = (file for path in self.files for file in (path.rglob("*") if path.is_dir() else [path]))
         return sum(file.stat().st_size for file in inside if file.is_file())
 
 
 @dataclass(frozen=True)
 class StoredSource(Source):
-    """Base of the sources that are read from the data folder.
-
-    A source says where its original form may lie (`original_files`) and reads it (`read_original`).
-    """
+    """A source in the data folder; subclasses find and read its original format."""
 
     classes: ClassVar[int]
-    wanted: ClassVar[str]  # the original form in words, for the message
-    places: ClassVar[tuple[str, ...]] = ()  # folders where other tools leave it, besides the one of its own name
-    groups: ClassVar[tuple[str, ...]] = ("group",)  # columns of the .npz that may hold the true groups
+    original: ClassVar[str]  # describes the original files, for errors
+    folders: ClassVar[tuple[str, ...]] = ()  # folders used by other tools, besides `key`
+    groups: ClassVar[tuple[str, ...]] = ("group",)  # columns of the .npz that may contain the true groups
 
     @property
     def stem(self) -> str:
@@ -70,61 +71,70 @@ class StoredSource(Source):
 
     @property
     def num_classes(self) -> int:
-        """Classes of the whole dataset, also where a copy lacks some."""
+        """Classes of the whole dataset, even if a copy lacks some."""
         return self.classes
 
     @property
-    def way_out(self) -> str:
-        """What to do where nothing was found."""
+    def download_hint(self) -> str:
+        """How to get the dataset, for errors."""
         return f"get it with 'coterie data fetch {self.stem}'"
 
     def load(self, clients: int | None, rng: Rng, data_dir: Path | None) -> Dataset:
-        """Read the samples from the data folder."""
         folder = data_folder(data_dir)
         found = self.find(folder)
         if found is None:
             raise DataError(
-                f"There is no {self.stem} in {folder}, where {self.stem}.npz or {self.wanted} was looked for; "
-                f"{self.way_out}, or name another folder with --data-dir or COTERIE_DATA."
+                f"There is no {self.stem} in {folder} (expected {self.stem}.npz or {self.original}); "
+                f"{self.download_hint}, or choose another folder with --data-dir or COTERIE_DATA."
             )
         if found.form == "npz":
             verify(found.path, self.stem)
             data = read_npz(found.path, groups=self.groups)
         else:
             data = self.read_original(found.path)
-        return self._finished(self.completed(data, folder), found.path)
+        return self._checked(self.complete(data, folder), found.path)
 
     def find(self, folder: Path) -> Found | None:
-        """Where the data lies and in which form, without reading it."""
+        """Find the data without reading it; None if it is not there."""
         packed = folder / f"{self.stem}.npz"
         if packed.is_file():
             return Found("npz", packed, (packed,))
-        for place in (self.key, *self.places, "."):
-            files = self.original_files(folder / place)
+        for name in (self.key, *self.folders, "."):
+            files = self.original_files(folder / name)
             if files:
-                return Found("original", folder / place, files)
+                return Found("original", folder / name, files)
         return None
 
-    def original_files(self, place: Path) -> tuple[Path, ...]:
-        """Those of the original's files that are in a folder; none: it is not there."""
+    def original_files(self, folder: Path) -> tuple[Path, ...]:
+        """The original files that exist in a folder. Any one is enough: `read_original` reports the missing ones."""
         raise NotImplementedError
 
-    def read_original(self, place: Path) -> Dataset:
-        """The samples of the original form; a file that is missing or damaged is refused."""
+    def read_original(self, folder: Path) -> Dataset:
+        """Read the original files; raises DataError if one is missing or damaged."""
         raise NotImplementedError
 
-    def completed(self, data: Dataset, folder: Path) -> Dataset:
-        """Add what lies beside the samples; the same for both forms."""
+    def complete(self, data: Dataset, folder: Path) -> Dataset:
+        """Add what is stored beside the samples; applies to both formats."""
         return data
 
-    def made(
+    def from_pairs(self, pairs: list[Pair]) -> Dataset:
+        """The dataset of [(train images, labels), (test images, labels)]; empties the list to free memory."""
+        images, labels = [x for x, _ in pairs], [y for _, y in pairs]
+        pairs.clear()
+        shape = images[0].shape[1:]
+        if shape != images[1].shape[1:]:
+            raise DataError(f"{self.stem} has train and test images of different sizes; download it again.")
+        is_train = np.repeat([True, False], [len(y) for y in labels])
+        return self.dataset(join(images, shape, np.uint8), np.concatenate(labels), is_train)
+
+    def dataset(
         self,
         x: NDArray[np.uint8],
         y: NDArray[np.int64],
         is_train: NDArray[np.bool_] | None,
         users: NDArray[Any] | None = None,
     ) -> Dataset:
-        """A dataset of arrays: x is [S, H, W] or [S, C, H, W], users one name or number a sample."""
+        """The dataset of arrays: x is [S, H, W] or [S, C, H, W], users [S] are names or numbers."""
         images = torch.from_numpy(x[:, None] if x.ndim == 3 else x)
         user, names = (None, ()) if users is None else numbered(users)
         return Dataset(
@@ -139,19 +149,19 @@ class StoredSource(Source):
             std=_GREY,
         )
 
-    def _finished(self, data: Dataset, path: Path) -> Dataset:
+    def _checked(self, data: Dataset, path: Path) -> Dataset:
         if data.x.dtype != torch.uint8 or data.x.ndim != 4:
             raise DataError(
-                f"{path}: x must be uint8 pictures [S, H, W] or [S, H, W, 3]. "
+                f"{path}: x must be uint8 images [S, H, W] or [S, H, W, 3]. "
                 f"Got {str(data.x.dtype).removeprefix('torch.')} of shape {list(data.x.shape)} instead."
             )
         if not data.num_classes:
-            raise DataError(f"{path}: y must hold integer classes. Got numbers with a point instead.")
+            raise DataError(f"{path}: y must contain integer classes. Got floats instead.")
         return dataclasses.replace(data, name=self.stem, num_classes=self.num_classes).validate()
 
 
 def verify(path: Path, name: str) -> str | None:
-    """Check a file against the checksum beside it; returns the checksum, None where there is none."""
+    """Check a file against the checksum stored beside it; return the checksum, or None if there is none."""
     sidecar = checksum_path(path)
     if not sidecar.is_file():
         return None
@@ -159,14 +169,14 @@ def verify(path: Path, name: str) -> str | None:
     expected = words[0].lower() if words else ""
     if expected != checksum(path):
         raise DataError(
-            f"{path} does not have the checksum in {sidecar.name}, so it is damaged or was changed; "
-            f"get it again with 'coterie data fetch {name} --force', or delete {sidecar.name} if the change is yours."
+            f"{path} does not match the checksum in {sidecar.name}, so it is damaged or was changed; "
+            f"run 'coterie data fetch {name} --force', or delete {sidecar.name} if you changed the file."
         )
     return expected
 
 
 def checksum_path(path: Path) -> Path:
-    """The file that the checksum of `path` is kept in."""
+    """The file that stores the checksum of `path`."""
     return path.with_name(path.name + ".sha256")
 
 
@@ -176,25 +186,24 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def present(place: Path, names: Sequence[str]) -> tuple[Path, ...]:
-    """Those of the named files and folders that are in a folder."""
-    return tuple(place / name for name in names if (place / name).exists())
+def existing(folder: Path, names: Sequence[str]) -> tuple[Path, ...]:
+    """The named files and folders that exist in a folder."""
+    return tuple(folder / name for name in names if (folder / name).exists())
 
 
 def numbered(values: NDArray[Any]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Users as indices into their sorted names; numbers written as text are sorted as numbers.
+    """Users as indices into their sorted names; numbers stored as text are sorted as numbers.
 
     >>> numbered(np.array(["10", "9", "10"]))
     (array([1, 0, 1]), ('9', '10'))
     """
     if values.dtype.kind == "U" and all(name.isascii() and name.isdigit() for name in np.unique(values)):
         values = values.astype(np.int64)
-    names, index = np.unique(values, return_inverse=True)
-    return index.reshape(-1).astype(np.int64), tuple(str(name) for name in names)
+    return indexed(values)
 
 
-def own_split(name: str, y: Tensor, share: float = 0.8) -> NDArray[np.bool_]:
-    """Train flags [S] for data that was given out without a split: `share` of each class, whatever the seed."""
+def fixed_split(name: str, y: Tensor, share: float = 0.8) -> NDArray[np.bool_]:
+    """Train flags [S] for a dataset without an official split: `share` of each class, for any seed."""
     is_train = np.zeros(len(y), dtype=bool)
     for label in y.unique().tolist():
         rows = np.flatnonzero(y.numpy() == label)
@@ -203,8 +212,8 @@ def own_split(name: str, y: Tensor, share: float = 0.8) -> NDArray[np.bool_]:
     return is_train
 
 
-def resized(x: Tensor, size: int, *, grey: bool = False) -> Tensor:
-    """Pictures uint8 [S, C, H, W] -> uint8 [S, C, size, size], by slabs; `grey` makes C one, by luminance."""
+def resize(x: Tensor, size: int, *, grey: bool = False) -> Tensor:
+    """Images uint8 [S, C, H, W] -> uint8 [S, C, size, size]; `grey` converts colours to luminance."""
     channels, height, width = x.shape[1:]
     to_grey = grey and channels == 3
     if (height, width) == (size, size) and not to_grey:

@@ -1,4 +1,4 @@
-"""SVHN (Netzer et al., 2011): house numbers in Google's street pictures, cropped digits of 32x32 in colour."""
+"""SVHN (Netzer et al., 2011): cropped digits of house numbers, 32x32 in colour."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
-
 from coterie.data.dataset import Dataset, register_source
-from coterie.data.readers._files import join
 from coterie.data.readers.mat import read_svhn
-from coterie.data.sources.stored import StoredSource, present
+from coterie.data.sources.stored import StoredSource, existing
 
 _FILES = ("train_32x32.mat", "test_32x32.mat")
 
@@ -19,23 +16,16 @@ _FILES = ("train_32x32.mat", "test_32x32.mat")
 @register_source
 @dataclass(frozen=True)
 class Svhn(StoredSource):
-    """The official train and test digits; the 531,131 'extra' ones are left out."""
+    """The official train and test digits, without the 531,131 'extra' ones."""
 
     key: ClassVar[str] = "svhn"
-    summary: ClassVar[str] = "99,289 digits of house numbers of 32x32 in colour"
-    wanted: ClassVar[str] = "its files train_32x32.mat and test_32x32.mat"
-    places: ClassVar[tuple[str, ...]] = ("SVHN",)
+    summary: ClassVar[str] = "99,289 digits of house numbers, 32x32 in colour"
+    original: ClassVar[str] = "its files train_32x32.mat and test_32x32.mat"
+    folders: ClassVar[tuple[str, ...]] = ("SVHN",)
     classes: ClassVar[int] = 10
 
-    def original_files(self, place: Path) -> tuple[Path, ...]:
-        """Either file: a missing one is then named."""
-        return present(place, _FILES)
+    def original_files(self, folder: Path) -> tuple[Path, ...]:
+        return existing(folder, _FILES)
 
-    def read_original(self, place: Path) -> Dataset:
-        """Train, then test."""
-        parts = [read_svhn(place / name) for name in _FILES]
-        labels = [y for _, y in parts]
-        is_train = np.repeat([True, False], [len(y) for y in labels])
-        images = [x for x, _ in parts]
-        del parts
-        return self.made(join(images, (3, 32, 32), np.uint8), np.concatenate(labels), is_train)
+    def read_original(self, folder: Path) -> Dataset:
+        return self.from_pairs([read_svhn(folder / name) for name in _FILES])

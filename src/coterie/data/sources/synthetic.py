@@ -1,7 +1,7 @@
-"""Made-up image-shaped data: K groups that see the same pictures and call them by other names.
+"""Synthetic images: K groups that see the same images but label them differently.
 
-Each class has a prototype; a sample is its prototype plus noise. Group g renames the classes by its own
-permutation, so that no single model can serve two groups. For tests and for measuring scale.
+Each class has a prototype; a sample is a prototype plus noise. Every group permutes the labels in its own way,
+so that no single model fits two groups. For tests and for benchmarks at scale.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from coterie.errors import ConfigError
 from coterie.randomness import Rng
 from coterie.settings import setting
 
-_SLAB = 1 << 24  # elements made at a time, so that the noise never takes more than some 100 MB
+_SLAB = 1 << 24  # elements generated at a time, to keep the noise below about 100 MB
 
 
 @register_source
 @dataclass(frozen=True)
 class Synthetic(Source):
-    """Groups of clients with their own class names over shared pictures."""
+    """Groups of clients with different labels for the same images."""
 
     key: ClassVar[str] = "synthetic"
-    summary: ClassVar[str] = "made-up pictures; each group of clients names the classes its own way"
+    summary: ClassVar[str] = "synthetic images; each group of clients permutes the labels"
 
     groups: int = setting(4, "number of true groups", ge=1)
-    samples: int = setting(60, "samples of each client, test samples included", ge=2)
-    spread: float = setting(0.0, "0: all clients the same size; 0.5: from half to one and a half", ge=0, lt=1)
+    samples: int = setting(60, "samples per client, including test samples", ge=2)
+    spread: float = setting(
+        0.0, "spread of client sizes: 0 is equal, 0.5 is from 0.5 to 1.5 times `samples`", ge=0, lt=1
+    )
     shape: tuple[int, ...] = setting((1, 28, 28), "shape of one sample: [channels, height, width]", ge=1)
     classes: int = setting(10, "number of classes", ge=2)
-    noise: float = setting(0.5, "noise beside the prototypes, as a share of their contrast", ge=0)
+    noise: float = setting(0.5, "noise, relative to the contrast of the prototypes", ge=0)
 
     def load(self, clients: int | None, rng: Rng, data_dir: Path | None) -> Dataset:
-        """Make the samples; the same for the same seed."""
+        """Generate the samples from the seed."""
         number = positive_clients(clients, 40)
         point = rng.at("synthetic")
         factor = 1 + self.spread * (2 * point.at("sizes").uniform(number) - 1)
@@ -69,10 +71,10 @@ class Synthetic(Source):
         ).validate()
 
     def _class_names(self, rng: Rng) -> Tensor:
-        """What each group calls each concept: int64 [groups, classes], no two groups alike."""
+        """The label of each concept in each group: int64 [groups, classes], all rows different."""
         if self.groups > math.factorial(min(self.classes, 12)):
             raise ConfigError(
-                f"{self.classes} classes cannot be named in {self.groups} different ways; use more classes."
+                f"{self.classes} classes cannot be permuted in {self.groups} different ways; use more classes."
             )
         found: list[list[int]] = []
         draw = 0

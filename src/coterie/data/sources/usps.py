@@ -1,4 +1,4 @@
-"""USPS (Hull, 1994): digits from envelopes, grey pictures of 16x16, in the libsvm text form."""
+"""USPS (Hull, 1994): digits from envelopes, grey 16x16, in libsvm text format."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
-
 from coterie.data.dataset import Dataset, register_source
 from coterie.data.readers.mat import read_usps
-from coterie.data.sources.stored import StoredSource, present
+from coterie.data.sources.stored import StoredSource, existing
 
 _TRAIN, _TEST = ("usps.bz2", "usps"), ("usps.t.bz2", "usps.t")
 
@@ -18,23 +16,18 @@ _TRAIN, _TEST = ("usps.bz2", "usps"), ("usps.t.bz2", "usps.t")
 @register_source
 @dataclass(frozen=True)
 class Usps(StoredSource):
-    """7,291 digits for training and 2,007 for testing; ink is light, as in MNIST."""
+    """7,291 training and 2,007 test digits, light on dark as in MNIST."""
 
     key: ClassVar[str] = "usps"
-    summary: ClassVar[str] = "9,298 digits from envelopes of 16x16"
-    wanted: ClassVar[str] = "its files usps.bz2 and usps.t.bz2"
-    places: ClassVar[tuple[str, ...]] = ("USPS",)
+    summary: ClassVar[str] = "9,298 digits from envelopes, 16x16"
+    original: ClassVar[str] = "its files usps.bz2 and usps.t.bz2"
+    folders: ClassVar[tuple[str, ...]] = ("USPS",)
     classes: ClassVar[int] = 10
 
-    def original_files(self, place: Path) -> tuple[Path, ...]:
-        """Either file, packed or not: a missing one is then named."""
-        return tuple(path for path in present(place, (*_TRAIN, *_TEST)) if path.is_file())
+    def original_files(self, folder: Path) -> tuple[Path, ...]:
+        return tuple(path for path in existing(folder, (*_TRAIN, *_TEST)) if path.is_file())
 
-    def read_original(self, place: Path) -> Dataset:
-        """Train, then test."""
-        parts = []
-        for names in (_TRAIN, _TEST):
-            there = [path for path in present(place, names) if path.is_file()]
-            parts.append(read_usps(there[0] if there else place / names[0]))
-        is_train = np.repeat([True, False], [len(y) for _, y in parts])
-        return self.made(np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts]), is_train)
+    def read_original(self, folder: Path) -> Dataset:
+        files = self.original_files(folder)
+        chosen = [next((f for f in files if f.name in names), folder / names[0]) for names in (_TRAIN, _TEST)]
+        return self.from_pairs([read_usps(path) for path in chosen])
