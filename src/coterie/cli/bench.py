@@ -63,17 +63,8 @@ def bench(
         return
     title = f"{told['gpu'] or told['processor']}, {told['threads']} threads, torch {told['torch']}, {told['date']}"
     table = Table(title=f"microseconds of a client-step, median of {count}; {title}", title_justify="left")
-    for column in (
-        "workload",
-        "clients",
-        "batch",
-        "plain loop",
-        "coterie",
-        "ratio",
-        "CPU-time ratio",
-        "difference",
-        "way",
-    ):
+    columns = "workload, clients, batch, plain loop, coterie, ratio, CPU-time ratio, difference, way"
+    for column in columns.split(", "):
         table.add_column(column, justify="left" if column in ("workload", "way") else "right")
     for row in rows:
         spent = row["plain_cpu_us"] / max(row["ours_cpu_us"], 1e-9)

@@ -16,10 +16,7 @@ from coterie.data.readers._files import must_exist, wrong
 from coterie.data.readers._pictures import Size, pillow, read_picture
 from coterie.errors import ConfigError, DataError
 
-_FLAGS = {
-    **dict.fromkeys(("1", "true", "yes", "train"), True),
-    **dict.fromkeys(("0", "false", "no", "test"), False),
-}
+_FLAGS = {**dict.fromkeys(("1", "true", "yes", "train"), True), **dict.fromkeys(("0", "false", "no", "test"), False)}
 _MOST_CLASSES = 100_000  # a larger class number is an id: the network would have as many outputs
 _COLUMNS = ("file", "label", "user", "group", "is_train")
 
