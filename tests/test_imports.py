@@ -103,7 +103,11 @@ OPTIONAL = ("pandas", "matplotlib", "starlette", "uvicorn", "tensorboard", "mlfl
 CODE = f"""
 import sys
 sys.argv = ["coterie"]
-sys.modules.update(dict.fromkeys({OPTIONAL!r}))  # as if none of them were installed
+class Missing:  # as if none of them were installed
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in {OPTIONAL!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing)
 from coterie.cli.main import main
 try:
     main(["run", "--rounds", "1", "--clients", "4", "--epochs", "1", "--name", "a", "--quiet", "--json"])
