@@ -288,20 +288,14 @@ def silhouette(points: Tensor, labels: Tensor) -> float | None:
     >>> silhouette(torch.tensor([[0.0], [1.0], [10.0], [11.0]]), torch.tensor([0, 0, 1, 1]))  # doctest: +ELLIPSIS
     0.899...
     """
-    points = points.double()
-    member = torch.nn.functional.one_hot(labels).double()  # [n, K]
-    sizes = member.sum(0)
-    if int((sizes > 0).sum()) < 2:
-        return None
+    from sklearn.metrics import silhouette_score
+
+    count = len(labels.unique())
+    if count < 2 or count == len(labels):
+        return None if count < 2 else 0.0
     # By differences: products lose the distance of points that coincide.
-    apart = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
-    sums = apart @ member  # [n, K]
-    own = member.bool()
-    others = sizes[labels] - 1
-    a = sums[own] / others.clamp_min(1)
-    b = torch.where(own | (sizes == 0), torch.inf, sums / sizes.clamp_min(1)).min(1).values
-    score = (b - a) / torch.maximum(a, b).clamp_min(1e-300)
-    return float(torch.where(others > 0, score, 0.0).mean())
+    apart = torch.cdist(points.double(), points.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    return float(silhouette_score(apart.numpy(), labels.numpy(), metric="precomputed"))
 
 
 def _references(points: Tensor, rng: Rng) -> list[Tensor]:

@@ -8,12 +8,7 @@ Matplotlib is the optional extra `report` and is imported when a picture is made
 """
 
 from coterie.views.plots.clients import client_accuracy, held_labels, member_samples, pseudo_confusion, pseudo_samples
-from coterie.views.plots.federation import (
-    classes_that_hold,
-    group_samples,
-    k_curves,
-    label_bubbles,
-)
+from coterie.views.plots.federation import classes_that_hold, group_samples, k_curves, label_bubbles
 from coterie.views.plots.run import (
     accuracy,
     accuracy_by_bytes,

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from coterie.data.pictures import spread_evenly
 from coterie.errors import DataError
+<<<<<<< HEAD
 from coterie.views.plots.common import (
     cluster_colour,
     cluster_name,
@@ -18,8 +19,11 @@ from coterie.views.plots.common import (
     put_legend,
     score_axis,
 )
+=======
+from coterie.views.plots.common import cluster_colour, cluster_name, frame, of_run, percent_axis, put_legend
+>>>>>>> wt-a
 from coterie.views.plots.federation import MOST_BUBBLES, draw_bubbles, draw_heat_map
-from coterie.views.plots.style import Theme, draw_bar, ink_axes, panel, write_title
+from coterie.views.plots.style import Theme, draw_bar, ink_axes, panel, panels, write_title
 from coterie.views.report.flow import is_alone
 
 if TYPE_CHECKING:
@@ -150,24 +154,18 @@ def pseudo_confusion(run: Any, *, dark: bool = False) -> Figure:
     keep = spread_evenly(len(told), 6)
     maps = [told[k, k] if witness is None else witness[k] for k in keep]
     judge = "the center itself" if witness is None else "a model trained anew"
-    side, gap = 2.0, 0.5
-    rest = (len(keep) - 1) * (side + gap) + 0.9
-    figure, axes = panel(side, side, (0.6, rest, 0.85, 0.55), theme)
+    figure, found = panels(len(keep), 2.0, 2.0, (0.6, 0.9, 0.85, 0.55), 0.5, theme)
     write_title(figure, f"{data.title}: what pseudo samples are called by {judge}", theme)
-    width, height = figure.get_size_inches()
     image = None
-    for position, (k, values) in enumerate(zip(keep, maps, strict=True)):
-        if position:
-            box = ((0.6 + position * (side + gap)) / width, 0.55 / height, side / width, side / height)
-            axes = figure.add_axes(box)
-            ink_axes(axes, theme)
+    for axes, k, values in zip(found, keep, maps, strict=True):
         image = axes.imshow(values, cmap=theme.shades, vmin=0, vmax=1, gid="told")
         axes.set_title(cluster_name(k), fontsize=9, color=theme.ink)
         axes.set_xlabel("called", color=theme.ink)
-        axes.set_ylabel("" if position else "made for class", color=theme.ink)
+        axes.set_ylabel("made for class" if axes is found[0] else "", color=theme.ink)
         axes.set_xticks(spread_evenly(len(values), 10))
         axes.set_yticks(spread_evenly(len(values), 10))
     assert image is not None
-    bar = figure.colorbar(image, cax=figure.add_axes((1 - 0.7 / width, 0.55 / height, 0.12 / width, side / height)))
+    width, height = figure.get_size_inches()
+    bar = figure.colorbar(image, cax=figure.add_axes((1 - 0.7 / width, 0.55 / height, 0.12 / width, 2.0 / height)))
     ink_axes(bar.ax, theme)
     return figure

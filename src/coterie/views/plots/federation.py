@@ -23,6 +23,7 @@ from coterie.views.plots.style import (
     ink_axes,
     ink_legend,
     panel,
+    panels,
     round_sizes,
     ticks,
     write_title,
@@ -373,18 +374,9 @@ def k_curves(choice: Choice, *, dark: bool = False) -> Figure:
         curves.append(("validation accuracy", [row.valid_accuracy for row in rows], None))
     else:
         curves.append(("validation loss", [row.valid_loss for row in rows], None))
-    width, height, left, right, above, below = 2.3, 1.9, 0.6, 0.25, 0.85, 0.55  # inches
-    rest = right + (len(curves) - 1) * (left + width + right)
-    figure, axes = panel(width, height, (left, rest, above, below), theme)
-    full_width, full_height = figure.get_size_inches()
+    figure, found = panels(len(curves), 2.3, 1.9, (0.6, 0.25, 0.85, 0.55), 0.85, theme)
     numbers = [row.clusters for row in rows]
-    for position, (title, values, errors) in enumerate(curves):
-        if position:
-            start = left + position * (left + width + right)
-            box = (start / full_width, below / full_height, width / full_width, height / full_height)
-            axes = figure.add_axes(box)
-            axes.set_facecolor(theme.paper)
-            ink_axes(axes, theme)
+    for axes, (title, values, errors) in zip(found, curves, strict=True):
         axes.axvline(choice.recommended, color=colour(3), linewidth=1.0, linestyle="--", gid="recommended")
         axes.errorbar(
             numbers,

@@ -174,11 +174,7 @@ def _ribbon(
 
 
 def model_map(
-    run: Any,
-    *,
-    by: Literal["cluster", "group"] = "cluster",
-    method: Literal["pca", "tsne"] = "pca",
-    dark: bool = False,
+    run: Any, *, by: Literal["cluster", "group"] = "cluster", method: Literal["pca", "tsne"] = "pca", dark: bool = False
 ) -> Figure:
     """A map of the models that clients sent last, coloured by cluster or by true group."""
     if by not in ("cluster", "group"):

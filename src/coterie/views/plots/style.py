@@ -40,18 +40,28 @@ def colour(position: int) -> str:
 
 def panel(width: float, height: float, margins: tuple[float, float, float, float], theme: Theme) -> tuple[Figure, Axes]:
     """A figure with one panel of exactly this size in inches; margins: left, right, above, below."""
+    figure, axes = panels(1, width, height, margins, 0.0, theme)
+    return figure, axes[0]
+
+
+def panels(
+    count: int, width: float, height: float, margins: tuple[float, float, float, float], gap: float, theme: Theme
+) -> tuple[Figure, list[Axes]]:
+    """A figure with panels side by side, this many inches apart."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtra("Drawing a picture", "report") from error
     left, right, above, below = margins
-    full_width, full_height = left + width + right, above + height + below
+    full_width, full_height = left + count * (width + gap) - gap + right, above + height + below
     figure = Figure(figsize=(full_width, full_height), dpi=150, facecolor=theme.paper)
-    box = (left / full_width, below / full_height, width / full_width, height / full_height)
-    axes = figure.add_axes(box)
-    axes.set_facecolor(theme.paper)
-    ink_axes(axes, theme)
-    return figure, axes
+    found = []
+    for position in range(count):
+        start = left + position * (width + gap)
+        box = (start / full_width, below / full_height, width / full_width, height / full_height)
+        found.append(figure.add_axes(box, facecolor=theme.paper))
+        ink_axes(found[-1], theme)
+    return figure, found
 
 
 def ink_axes(axes: Axes, theme: Theme) -> None:

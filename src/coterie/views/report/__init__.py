@@ -1,7 +1,6 @@
 """Reports: run folders -> one self-contained page. Reads only what `runs` wrote.
 
-data.py     a run folder as checked arrays, whole or still growing; which folders are runs, which are damaged
-flow.py     who moved where; map.py: PCA and t-SNE of the models; compare.py: several runs, mean and test
+flow.py     clusters by round; map.py: PCA and t-SNE of the models; compare.py: several runs, mean and test
 payload.py  all of it, small and rounded, as one JSON value
 page.py     the page around it: page.css, charts.js and report.js are part of the package
 """
