@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from coterie.client.block import step_modules
-from coterie.client.optimizers import Optimizer, find_optimizer, move, optimizers, register_optimizer
+from coterie.client.optimizers import MomentumSGD, Optimizer, find_optimizer, move, optimizers, register_optimizer
 from coterie.client.stack import BatchPlan, Way
 from coterie.client.work import SGD, Corrected, FirstOrderMAML, Proximal
 from coterie.engines import make_engine
@@ -200,6 +200,26 @@ def test_a_users_own_optimizer_is_module_and_class():
     work = SGD(lr=0.2, optimizer=name).for_run(5)
     for way in ("loop", "stacked", "loop+graph"):
         assert torch.allclose(trained(engine, WAYS[way](engine), work), expected, rtol=1e-12)
+
+
+class OwnNames(MomentumSGD):
+    """Momentum under a name that the engine uses for the parameters."""
+
+    def __init__(self, work):
+        super().__init__(work)
+        self.keeps = ("w",)
+
+    def step(self, params, direction, state, lr, count):
+        super().step(params, direction, {"velocity": state["w"]}, lr, count)
+
+
+def test_state_may_have_any_name():
+    engine = engine_of(SGD())
+    work = SGD(lr=0.1, momentum=0.9)
+    expected = trained(engine, WAYS["loop"](engine), work)
+    own = SGD(lr=0.1, momentum=0.9, optimizer=f"{__name__}:OwnNames").for_run(5)
+    for way in ("loop", "stacked", "loop+graph"):
+        assert torch.allclose(trained(engine, WAYS[way](engine), own), expected, rtol=1e-12)
 
 
 def test_other_processes_are_told_the_modules_of_optimizers():

@@ -387,7 +387,7 @@ def train_job(job: Job, kernel: Kernel) -> None:
         tensor.copy_(named[slot.name])
     anchor = [named[slot.name] for slot in layout.parameters] if work.anchored else []
     optimizer = work.make_optimizer()
-    state = {name: taken(name, layout.parameters) for name in optimizer.keeps}
+    state = {name: taken(f"state {name}", layout.parameters) for name in optimizer.keeps}
     for stack in state.values():
         torch._foreach_zero_(stack)
     whole = stepping(kernel, work)
