@@ -55,15 +55,8 @@ def run_payload(run: RunData, *, tsne: bool = True) -> Payload:
         "left": _rounded(run.seconds_left, 1),
         "headline": run_headline(run),
         "metrics": [
-            {
-                "key": metric.key,
-                "label": metric.label,
-                "about": metric.about,
-                "unit": metric.format.unit,
-                "better": metric.better,
-                "panel": metric.panel,
-                "shown": metric.shown,
-            }
+            {name: getattr(metric, name) for name in ("key", "label", "about", "better", "panel", "shown")}
+            | {"unit": metric.format.unit}
             for metric in METRICS.values()
         ],
         "curves": {
