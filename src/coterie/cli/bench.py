@@ -53,25 +53,10 @@ def bench(
         print(json.dumps({"machine": told, "rows": rows}))
         return
     title = f"{told['gpu'] or told['processor']}, {told['threads']} threads, torch {told['torch']}, {told['date']}"
-<<<<<<< HEAD
     table = Table(title=f"microseconds per client step, median of {repeats}; {title}", title_justify="left")
-    for column in (
-        "workload",
-        "clients",
-        "batch",
-        "plain loop",
-        "coterie",
-        "ratio",
-        "CPU-time ratio",
-        "difference",
-        "way",
-    ):
-=======
-    table = Table(title=f"microseconds of a client-step, median of {count}; {title}", title_justify="left")
-    columns = "workload, clients, batch, plain loop, coterie, ratio, CPU-time ratio, difference, way"
+    columns = "workload, clients, batch, plain loop, coterie, ratio, CPU-time ratio, difference, plan"
     for column in columns.split(", "):
->>>>>>> wt-a
-        table.add_column(column, justify="left" if column in ("workload", "way") else "right")
+        table.add_column(column, justify="left" if column in ("workload", "plan") else "right")
     for row in rows:
         spent = row["plain_cpu_us"] / max(row["ours_cpu_us"], 1e-9)
         numbers = (f"{row['plain_us']:.1f}", f"{row['ours_us']:.2f}", f"{row['ratio']:.1f}x", f"{spent:.1f}x")

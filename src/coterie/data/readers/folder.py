@@ -16,16 +16,8 @@ from coterie.data.readers._files import indexed, invalid, must_exist
 from coterie.data.readers._images import Size, pillow, read_image
 from coterie.errors import ConfigError, DataError
 
-<<<<<<< HEAD
-_FLAGS = {
-    **dict.fromkeys(("1", "true", "yes", "train"), True),
-    **dict.fromkeys(("0", "false", "no", "test"), False),
-}
-_MOST_CLASSES = 100_000  # larger numbers are ids: the network would need that many outputs
-=======
 _FLAGS = {**dict.fromkeys(("1", "true", "yes", "train"), True), **dict.fromkeys(("0", "false", "no", "test"), False)}
-_MOST_CLASSES = 100_000  # a larger class number is an id: the network would have as many outputs
->>>>>>> wt-a
+_MOST_CLASSES = 100_000  # larger numbers are ids: the network would need that many outputs
 _COLUMNS = ("file", "label", "user", "group", "is_train")
 
 

@@ -10,18 +10,7 @@ from numpy.typing import NDArray
 
 from coterie.data.pictures import spread_evenly
 from coterie.errors import DataError
-<<<<<<< HEAD
-from coterie.views.plots.common import (
-    cluster_colour,
-    cluster_name,
-    frame,
-    of_run,
-    put_legend,
-    score_axis,
-)
-=======
-from coterie.views.plots.common import cluster_colour, cluster_name, frame, of_run, percent_axis, put_legend
->>>>>>> wt-a
+from coterie.views.plots.common import cluster_colour, cluster_name, frame, of_run, put_legend, score_axis
 from coterie.views.plots.federation import MOST_BUBBLES, draw_bubbles, draw_heat_map
 from coterie.views.plots.style import Theme, draw_bar, ink_axes, panel, panels, write_title
 from coterie.views.report.flow import is_alone
