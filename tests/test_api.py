@@ -211,7 +211,7 @@ def cannot_be_made() -> nn.Module:
         ({"model": "lenet"}, ModelError, r"at least 12x12; these samples are \(1, 8, 8\)"),
         ({"model": too_few_outputs}, ModelError, r"3 outputs, but digits has labels up to 9: it needs 10 outputs"),
         ({"model": lambda: nn.Linear(3, 10)}, ModelError, r"cannot take samples of shape \(1, 8, 8\)"),
-        ({"model": lambda: 3}, ModelError, r"must give a torch.nn.Module. Got int"),
+        ({"model": lambda: 3}, ModelError, r"must return a torch.nn.Module. Got int"),
         ({"loss": "crossentropy"}, UnknownName, "Did you mean 'cross_entropy'"),
         ({"loss": "nowhere:loss"}, ConfigError, "cannot be imported"),
         ({"loss": lambda outputs, y: outputs.sum()}, ModelError, "one number for each sample"),
