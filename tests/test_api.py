@@ -208,7 +208,7 @@ def cannot_be_made() -> nn.Module:
         ({"algorithm": FeSEM(num_clusters=9)}, ConfigError, r"at most the number of clients, 8\. Got 9"),
         ({"algorithm": FeSEM(num_clusters=0)}, ConfigError, r"int >= 1\. Got 0"),
         ({"model": "mlpp"}, UnknownName, "Did you mean 'mlp'"),
-        ({"model": "lenet"}, ModelError, r"at least 12x12; these samples are \(1, 8, 8\)"),
+        ({"model": "lenet"}, ModelError, r"at least 12x12; samples have shape \(1, 8, 8\)"),
         ({"model": too_few_outputs}, ModelError, r"3 outputs, but digits has labels up to 9: it needs 10 outputs"),
         ({"model": lambda: nn.Linear(3, 10)}, ModelError, r"cannot take samples of shape \(1, 8, 8\)"),
         ({"model": lambda: 3}, ModelError, r"must return a torch.nn.Module. Got int"),
