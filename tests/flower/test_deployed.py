@@ -94,8 +94,8 @@ def test_answers_that_cannot_be_used_are_refused_and_named(sites):
     assert set(reasons) == {f"site-{i}" for i in range(2, 8)}
     assert "not finite" in reasons["site-2"]
     assert "another shape" in reasons["site-3"]
-    assert "garbage" in reasons["site-4"]
-    assert "bytes where" in reasons["site-5"]
+    assert "unreadable" in reasons["site-4"]
+    assert "more than" in reasons["site-5"]
     assert "this site is out of order" in reasons["site-6"]
     assert "kind 'pickle'" in reasons["site-7"]
     assert len(sites.rows()) == 1

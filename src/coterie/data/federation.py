@@ -20,6 +20,7 @@ from coterie.errors import DataError
 from coterie.randomness import name_keys
 
 SplitName = Literal["train", "valid", "test"]
+SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)

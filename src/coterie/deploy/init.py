@@ -1,4 +1,4 @@
-"""What `coterie deploy` writes: a Flower app ready to run, and keys for trying it with TLS and authentication."""
+"""Files written by `coterie deploy`: a Flower app, and keys to try it with TLS and authentication."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from coterie.errors import ConfigError, StorageError
 
-_PLACES = {  # template -> where it goes
+_FILES = {  # template -> path in the app
     "pyproject.toml": "pyproject.toml",
     "README.md": "README.md",
     "task.py": "sites/task.py",
@@ -37,12 +37,12 @@ _SERVICE = """  site-{number}:
 
 
 def write_app(folder: Path, name: str | None = None, nodes: int = 4) -> list[Path]:
-    """Write the app into a new or empty folder; the files, in order."""
+    """Write the app into a new or empty folder; returns its files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise StorageError(f"{folder} is there already and not empty; choose another folder.")
+        raise StorageError(f"{folder} exists and is not empty; choose another folder.")
     plain = re.sub(r"[^a-z0-9-]+", "-", (name or folder.resolve().name).lower()).strip("-")
     if not plain:
-        raise ConfigError("--name must have a letter or a digit.")
+        raise ConfigError(f"--name must contain a letter or a digit. Got '{name or folder.resolve().name}' instead.")
     values = {
         "name": plain,
         "nodes": str(nodes),
@@ -51,7 +51,7 @@ def write_app(folder: Path, name: str | None = None, nodes: int = 4) -> list[Pat
         "services": "\n".join(_SERVICE.format(number=number) for number in range(nodes)),
     }
     made = []
-    for template, place in _PLACES.items():
+    for template, place in _FILES.items():
         text = files("coterie.deploy").joinpath("template", f"{template}.txt").read_text(encoding="utf-8")
         for key, value in values.items():
             text = text.replace("{{" + key + "}}", value)
@@ -67,9 +67,9 @@ def write_app(folder: Path, name: str | None = None, nodes: int = 4) -> list[Pat
 
 
 def write_keys(folder: Path, nodes: int, hosts: Sequence[str], days: int = 90) -> list[Path]:
-    """A CA, a server certificate for these hosts, and a key pair for each node, in `folder`/keys.
+    """Write a CA, a server certificate for these hosts and a key pair per node into `folder`/keys.
 
-    For trying: whoever has the folder has all keys. Existing files are never replaced.
+    For trials only: the folder contains all private keys. Existing files are never replaced.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
