@@ -96,8 +96,7 @@ class Federation:
         return tuple(self.x.shape[1:])
 
     def split(self, name: SplitName) -> Split:
-        splits: dict[str, Split] = {"train": self.train, "valid": self.valid, "test": self.test}
-        return splits[name]
+        return {"train": self.train, "valid": self.valid, "test": self.test}[name]
 
     def view_of(self, clients: Tensor) -> Tensor:
         """View index of each of these clients."""
@@ -203,9 +202,7 @@ class Federation:
         return {
             "digest": self.digest(),
             "clients": list(self.names),
-            "train": self.train.sizes.tolist(),
-            "valid": self.valid.sizes.tolist(),
-            "test": self.test.sizes.tolist(),
+            **{name: self.split(name).sizes.tolist() for name in SPLITS},
             "groups": None if self.groups is None else self.groups.tolist(),
             "label_counts": counts,
             "views": [repr(view) for view in self.views],

@@ -29,10 +29,9 @@ def deployed_client_app(site: Any, mods: Sequence[Any] = ()) -> ClientApp:
 
     def answer(message: Message, context: Context) -> Message:
         federation = _federation(site, context)
-        made = Site(
-            federation, maker_of(site), loss_of(site), state_folder(context), str(_of(context, "device", "cpu"))
-        )
-        return Message(made.answer(message.content), reply_to=message)
+        device = str(context.node_config.get("device", "cpu"))
+        answering = Site(federation, maker_of(site), loss_of(site), state_folder(context), device)
+        return Message(answering.answer(message.content), reply_to=message)
 
     app.train()(answer)
     app.evaluate()(answer)
@@ -40,14 +39,10 @@ def deployed_client_app(site: Any, mods: Sequence[Any] = ()) -> ClientApp:
 
 
 def _federation(site: Any, context: Context) -> Any:
-    name = str(site.name(context)) if hasattr(site, "name") else str(_of(context, "name", ""))
+    name = str(site.name(context)) if hasattr(site, "name") else str(context.node_config.get("name", ""))
     if not name:
         raise ConfigError("This node has no name; start it with --node-config 'name=\"...\"' or define name(context).")
     return one_client(name, site.load_data(context), classes_of(site))
-
-
-def _of(context: Context, key: str, default: Any) -> Any:
-    return context.node_config.get(key, default)
 
 
 def state_folder(context: Context) -> Path:

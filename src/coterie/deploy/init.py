@@ -13,19 +13,16 @@ from typing import Any
 
 from coterie.errors import ConfigError, StorageError
 
-_FILES = {  # template -> path in the app
-    "pyproject.toml": "pyproject.toml",
-    "README.md": "README.md",
-    "task.py": "sites/task.py",
-    "server.py": "sites/server.py",
-    "client.py": "sites/client.py",
-    "env.sh": "env.sh",
-    "superlink.sh": "superlink.sh",
-    "supernode.sh": "supernode.sh",
-    "register.sh": "register.sh",
-    "run.sh": "run.sh",
-    "compose.yaml": "compose.yaml",
-}
+_SCRIPTS = ("env.sh", "superlink.sh", "supernode.sh", "register.sh", "run.sh")
+_FILES = (
+    "pyproject.toml",
+    "README.md",
+    "sites/task.py",
+    "sites/server.py",
+    "sites/client.py",
+    *_SCRIPTS,
+    "compose.yaml",
+)
 _IGNORED = "keys/\nstate/\n.flwr/\nruns/\n*.fab\n__pycache__/\n"
 _SERVICE = """  site-{number}:
     image: ${{COTERIE_IMAGE:?an image with coterie[flower]}}
@@ -51,11 +48,11 @@ def write_app(folder: Path, name: str | None = None, nodes: int = 4) -> list[Pat
         "services": "\n".join(_SERVICE.format(number=number) for number in range(nodes)),
     }
     made = []
-    for template, place in _FILES.items():
-        text = files("coterie.deploy").joinpath("template", f"{template}.txt").read_text(encoding="utf-8")
+    for file in _FILES:
+        path = folder / file
+        text = files("coterie.deploy").joinpath("template", f"{path.name}.txt").read_text(encoding="utf-8")
         for key, value in values.items():
             text = text.replace("{{" + key + "}}", value)
-        path = folder / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         if path.suffix == ".sh":

@@ -84,7 +84,8 @@ def serve(grid: Any, config: dict[str, Any], site: Any) -> dict[str, Any]:
             experiment.work,
         )  # fmt: skip
         checkpoint, problems = folder.load_checkpoint()
-        past = _past(kept["lives"], 0 if checkpoint is None else checkpoint.round)
+        resumed = 0 if checkpoint is None else checkpoint.round
+        past = {life: min(last, resumed) for life, last in kept["lives"].items()}  # later rounds are repeated
         engine = FlowerEngine(task, federation, link, settings, run=name, past=past)
         engine.notes += problems
         engine.reserved = _reserved(site)
@@ -124,7 +125,6 @@ class DeployedTrainer(Trainer):
 
     def welcome(self) -> int:
         """Admit the sites that have connected since the last round."""
-        assert isinstance(self.engine, FlowerEngine)
         count = super().welcome()
         if count:
             self.write_members()
@@ -174,15 +174,15 @@ def _folder(parent: Path, name: str, tables: dict[str, dict[str, Any]]) -> RunFo
 def _gather(link: Link, least: int, patience: float) -> None:
     """Wait until at least `least` sites are connected."""
     ends = time.monotonic() + patience
-    said = -1
+    reported = -1
     while True:
         link.roll_call()
         there = len(link.connected)
         if there >= least:
             return
-        if there != said:
+        if there != reported:
             log.info("%d of at least %d sites are connected", there, least)
-            said = there
+            reported = there
         if time.monotonic() > ends:
             raise ConfigError(
                 f"Only {there} of at least {least} sites connected in {patience:g} s; change min-clients or wait."
@@ -210,16 +210,8 @@ def _reserved(site: Any) -> Any:
     return torch.as_tensor(x).float(), torch.as_tensor(y)
 
 
-def _past(lives: dict[str, int], round: int) -> dict[str, int]:
-    """Earlier server processes with their last valid round, at most the round of the checkpoint."""
-    return {life: min(last, round) for life, last in lives.items()}
-
-
 def _log_round(row: dict[str, Any]) -> None:
     accuracy = row.get("accuracy")
     shown = {"round": row["round"], "accuracy": accuracy["macro"] if accuracy else None, "failures": row["failures"]}
     shown |= {"sizes": row["cluster_sizes"], "seconds": {k: round(v, 2) for k, v in row["seconds"].items()}}
     log.info("%s", json.dumps(shown))
-
-
-__all__ = ["deployed_server_app", "serve", "tables_of"]

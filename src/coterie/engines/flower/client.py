@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from torch import nn
 
 from coterie.data.transforms import View
 from coterie.engines.flower.link import hello_of
 from coterie.engines.flower.site import Site
 from coterie.nets.flat import Loss
-from coterie.nets.registry import ModelMaker
+from coterie.randomness import Rng
 
 
-def simulated_client_app(make: ModelMaker, loss: Loss, views: Sequence[View], folder: str) -> ClientApp:
+def simulated_client_app(make: Callable[[Rng], nn.Module], loss: Loss, views: Sequence[View], folder: str) -> ClientApp:
     """The app of all clients of the federation stored in `folder`; a node's partition id is its client."""
     app = ClientApp()
     kept = tuple(views)
@@ -36,7 +37,7 @@ def simulated_client_app(make: ModelMaker, loss: Loss, views: Sequence[View], fo
 _sites: dict[str, Site] = {}  # in this worker process
 
 
-def _simulated(folder: str, make: ModelMaker, loss: Loss, views: tuple[View, ...]) -> Site:
+def _simulated(folder: str, make: Callable[[Rng], nn.Module], loss: Loss, views: tuple[View, ...]) -> Site:
     if folder not in _sites:
         import torch
 

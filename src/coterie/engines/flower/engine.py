@@ -25,7 +25,6 @@ from coterie.data.federation import Federation
 from coterie.engines.base import Engine, Reply, Request
 from coterie.engines.flower import wire
 from coterie.engines.flower.link import Link, splits_of
-from coterie.errors import EngineError
 from coterie.randomness import name_keys
 from coterie.settings import setting, values_of
 
@@ -200,10 +199,3 @@ class FlowerEngine(Engine):
             return wrong
         usual = min(counts, key=lambda form: (-counts[form], form))
         return wrong + [client for client, form in forms.items() if client not in wrong and form != usual]
-
-
-def require_maker(task: Task) -> Any:
-    """The task's model maker, for clients in other processes."""
-    if task.make is None:
-        raise EngineError("engine flower needs a task with a model maker; build it with Task.made.")
-    return task.make

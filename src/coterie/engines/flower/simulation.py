@@ -12,6 +12,8 @@ import queue
 import shutil
 import tempfile
 import threading
+import time
+import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +26,7 @@ from coterie.client.block import Task
 from coterie.data.federation import Federation
 from coterie.engines.base import Engine
 from coterie.engines.flower.client import simulated_client_app
-from coterie.engines.flower.engine import FlowerEngine, FlowerSettings, require_maker
+from coterie.engines.flower.engine import FlowerEngine, FlowerSettings
 from coterie.engines.flower.link import Link
 from coterie.engines.flower.memory import DiskMemory, folder_name
 from coterie.engines.flower.storage import save_federation
@@ -86,11 +88,12 @@ def simulated_engine(task: Task, federation: Federation, device: str, settings: 
     if device not in ("auto", "cpu"):
         raise ConfigError("engine flower simulates clients on the CPU; use engine vectorized for a GPU.")
     chosen = build(FlowerSettings, settings, "engine")
-    make = require_maker(task)
+    if task.make is None:
+        raise EngineError("engine flower needs a task with a model maker; build it with Task.made.")
     folder = Path(tempfile.mkdtemp(prefix="coterie-flower-"))
     try:
         save_federation(folder, federation)
-        app = simulated_client_app(make, task.loss, federation.views, str(folder))
+        app = simulated_client_app(task.make, task.loss, federation.views, str(folder))
         simulation = Simulation(app, len(federation), chosen.cpus, folder)
         engine = SimulatedEngine(task, federation, chosen, simulation.grid(), folder)
         weakref.finalize(engine, simulation.stop)
@@ -120,8 +123,6 @@ class Simulation:
         self._thread.start()
 
     def _run(self, app: Any, nodes: int, cpus: int) -> None:
-        import warnings
-
         from flwr.serverapp import ServerApp
 
         server = ServerApp()
@@ -155,8 +156,6 @@ class Simulation:
 
     def wait_for_all(self, link: Link, names: tuple[str, ...]) -> None:
         """Wait until every client has connected."""
-        import time
-
         ends = time.monotonic() + _START
         while len(link.members) < len(names):
             if self._error is not None or time.monotonic() > ends:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from flwr.app import RecordDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from coterie.client.block import Models, Task, find_step
 from coterie.client.work import from_dict
@@ -17,14 +18,15 @@ from coterie.engines.flower.memory import DiskMemory, folder_name
 from coterie.engines.loop import LoopEngine
 from coterie.errors import CoterieError, DataError
 from coterie.nets.flat import Loss
-from coterie.nets.registry import ModelMaker
 from coterie.randomness import Rng, name_keys
 
 
 class Site:
     """Answers requests for the clients of a federation, one at a time."""
 
-    def __init__(self, federation: Federation, make: ModelMaker, loss: Loss, folder: Path, device: str = "cpu") -> None:
+    def __init__(
+        self, federation: Federation, make: Callable[[Rng], nn.Module], loss: Loss, folder: Path, device: str = "cpu"
+    ) -> None:
         self.federation, self._make, self._loss = federation, make, loss
         self._folder, self._device = folder, device
         self._engines: dict[Any, LoopEngine] = {}

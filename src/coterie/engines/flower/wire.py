@@ -45,14 +45,10 @@ class Call:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def array_of(tensor: Tensor) -> Array:
-    """A tensor as a Flower array."""
-    return Array(np.ascontiguousarray(tensor.detach().cpu().numpy()))
-
-
 def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
     """Named tensors as one record."""
-    return ArrayRecord(OrderedDict((name, array_of(tensor)) for name, tensor in tensors.items()))
+    arrays = {name: np.ascontiguousarray(tensor.detach().cpu().numpy()) for name, tensor in tensors.items()}
+    return ArrayRecord(OrderedDict((name, Array(array)) for name, array in arrays.items()))
 
 
 def tensor_of(array: Any, most: int | None = None) -> Tensor:
