@@ -127,7 +127,7 @@ def test_a_name_that_is_taken_is_refused(command: Command):
         (["--clusters", "0"], "Got '0' instead."),
         (["--lr", "nan"], "--lr must be a number > 0. Got 'nan' instead."),
         (["--dataset", "none.npz"], "There is no file none.npz."),
-        (["--model", "lenet"], "takes pictures of at least 12x12"),
+        (["--model", "lenet"], "takes images of at least 12x12"),
         (["--device", "gpu"], "Got 'gpu' instead."),
         (["--config", "none.toml"], "There is no config file none.toml."),
     ],

@@ -381,10 +381,10 @@ thing = 3
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("lenet", "model lenet takes pictures of at least 12x12; these samples are (1, 8, 8)."),
+        ("lenet", "model lenet takes images of at least 12x12; samples have shape (1, 8, 8)."),
         ("refused_networks:few", "has 5 outputs, but digits has labels up to 9: it needs 10 outputs."),
         ("refused_networks:narrow", "cannot take samples of shape (1, 8, 8)"),
-        ("refused_networks:number", "must give a torch.nn.Module. Got int instead."),
+        ("refused_networks:number", "must return a torch.nn.Module. Got int instead."),
         ("refused_networks:thing", "is not callable"),
         ("refused_networks:none", "cannot be imported"),
         ("no_such_module:none", "cannot be imported"),
@@ -654,7 +654,7 @@ def test_data_that_has_changed_is_refused(command: Command, monkeypatch: pytest.
     said = command("resume", "runs/a", "--quiet").error
     assert "The data of runs/a has changed since the run began; it cannot be resumed." in said
     Path("own.npz").unlink()
-    assert command("resume", "runs/a", "--quiet").error == "There is no file own.npz."
+    assert command("resume", "runs/a", "--quiet").error == "There is no file own.npz; check the path."
     np.savez("own.npz", **samples())
     assert command("resume", "runs/a", "--json").json["rounds"] == 3
 

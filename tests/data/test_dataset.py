@@ -43,7 +43,7 @@ def test_validate_gives_itself(data):
         ({"y": torch.tensor([0, 1, 3, 2])}, "tiny: labels must be less than the number of classes, 3. Got 3 instead."),
     ],
 )
-def test_what_no_scenario_could_deal_out_is_refused(data, change, sentence):
+def test_unusable_samples_are_refused(data, change, sentence):
     with pytest.raises(DataError) as caught:
         replace(data, **change).validate()
     assert str(caught.value).startswith(sentence)

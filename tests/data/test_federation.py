@@ -66,7 +66,7 @@ def test_select_keeps_each_clients_rows(shards, data):
     found = split.select(torch.tensor(chosen, dtype=torch.int64))
     assert [found.rows(i).tolist() for i in range(len(chosen))] == [shards[shard[c]] for c in chosen]
     assert found.sizes.tolist() == [len(shards[shard[c]]) for c in chosen]
-    assert len(found.offsets) - 1 == len({shard[c] for c in chosen})  # no shard is kept that nobody reads
+    assert len(found.offsets) - 1 == len({shard[c] for c in chosen})  # unused shards are dropped
 
 
 # ---- samples ----
@@ -216,7 +216,7 @@ def test_from_clients_cuts_test_then_validation_from_the_end():
     assert federation.num_classes == 2
 
 
-def test_from_clients_for_regression_and_pictures():
+def test_from_clients_for_regression_and_images():
     pictures = torch.zeros(4, 1, 2, 2, dtype=torch.uint8)
     federation = Federation.from_clients({"a": (pictures, torch.tensor([0.5, 1.0, -2.0, 3.0], dtype=torch.float64))})
     assert federation.num_classes == 0

@@ -47,14 +47,14 @@ def test_batches_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert [fetch(name, tmp_path / "b").sha256 for name in ("celeba", "emnist-letters", "femnist")] == whole
 
 
-def test_numpy_reads_it_and_pictures_are_not_twice_in_memory(tmp_path: Path):
+def test_numpy_reads_it_and_images_are_not_twice_in_memory(tmp_path: Path):
     with np.load(fetch("cifar10", tmp_path).path, allow_pickle=False) as arrays:
         assert arrays["x"].shape == (17, 3, 32, 32)  # channels first: read without turning
         assert arrays["x"].dtype == np.uint8
         assert arrays["is_train"].tolist() == [True] * 12 + [False] * 5
 
 
-def test_what_is_asked_of_the_hub(tmp_path: Path, request: pytest.FixtureRequest):
+def test_requests_to_the_hub(tmp_path: Path, request: pytest.FixtureRequest):
     asked = request.getfixturevalue("hub")
     fetch("svhn", tmp_path)
     fetch("cifar100", tmp_path)
@@ -69,7 +69,7 @@ def test_what_is_asked_of_the_hub(tmp_path: Path, request: pytest.FixtureRequest
     assert len(asked) == 8
 
 
-def test_people_with_few_pictures_are_left_out(tmp_path: Path):
+def test_people_with_few_images_are_left_out(tmp_path: Path):
     data = read_npz(fetch("celeba", tmp_path).path)
     assert data.user_names == ("9", "17", "120")
     assert len(data) == 17
@@ -86,7 +86,7 @@ def test_already_there(tmp_path: Path, request: pytest.FixtureRequest):
     assert fetch("usps", tmp_path).sha256 is None
 
 
-def test_what_is_there_is_checked_and_force_replaces_it(tmp_path: Path):
+def test_existing_data_is_checked_and_force_replaces_it(tmp_path: Path):
     first = fetch("usps", tmp_path)
     first.path.write_bytes(first.path.read_bytes()[:-30])
     with pytest.raises(DataError, match=r"does not match the checksum .*--force"):
@@ -180,7 +180,7 @@ def test_a_folder_that_cannot_be_created(tmp_path: Path):
     ("name", "said"),
     [("sign", "git clone"), ("emnist", "emnist-byclass, emnist-balanced"), ("digits-4", "mnist, usps, svhn and sign")],
 )
-def test_what_is_not_to_be_fetched(tmp_path: Path, name: str, said: str):
+def test_datasets_that_cannot_be_fetched(tmp_path: Path, name: str, said: str):
     with pytest.raises(DataError, match=said):
         fetch(name, tmp_path)
 

@@ -1,4 +1,4 @@
-"""Scenarios: names and settings, partitions by several parts, and what every partition must keep to."""
+"""Scenarios: names and settings, partitions by several parts, and rules for every partition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from coterie.settings import fields_of
 
 
 def pictures(size, *, is_train=None, user=None, group=None):
-    """Pictures whose only pixel tells their row, so that samples can be told apart."""
+    """Images whose only pixel is their row, so that samples can be identified."""
     return Dataset(
         "pictures",
         torch.arange(size, dtype=torch.float32).reshape(-1, 1, 1, 1),
@@ -148,7 +148,7 @@ def test_a_share_may_have_test_rows_of_its_own_or_share_its_groups():
     partition.common = replace(partition.common, valid=0.5)
     federation = partition.build()
     assert [federation.test.rows(i).tolist() for i in range(3)] == [[8, 9], [3, 4], [8, 9]]
-    assert len(federation.test.offsets) == 3  # two shards: the shared one lies there once
+    assert len(federation.test.offsets) == 3  # two shards: the shared one is stored once
     assert [federation.train.rows(i).tolist() for i in range(3)] == [[0], [2], [5]]
     assert federation.valid.sizes.tolist() == [1, 0, 0]
     assert torch.equal(federation.keys, name_keys(["a", "b", "c"]))
@@ -178,7 +178,7 @@ def test_more_clients_than_samples_are_refused_with_the_most_that_go():
     assert len(partitioned("rotated", pictures(10), 16, groups=2)) == 16
 
 
-# ---- what every partition must keep to ----
+# ---- rules for every partition ----
 
 
 @st.composite
@@ -205,7 +205,7 @@ def partitions(draw):
 
 @given(partitions())
 @settings(max_examples=60, deadline=None)
-def test_every_deal_is_fair(made):
+def test_every_partition_is_fair(made):
     name, dataset, clients, seed, values = made
     federation = partitioned(name, dataset, clients, seed, **values)
     count = len(federation)
@@ -229,7 +229,7 @@ def test_every_deal_is_fair(made):
 
 @given(partitions())
 @settings(max_examples=25, deadline=None)
-def test_a_deal_hangs_on_the_seed_only(made):
+def test_a_partition_depends_only_on_the_seed(made):
     name, dataset, clients, seed, values = made
     torch.manual_seed(1)
     one = partitioned(name, dataset, clients, seed, **values)
@@ -237,7 +237,7 @@ def test_a_deal_hangs_on_the_seed_only(made):
     assert partitioned(name, dataset, clients, seed, **values).digest() == one.digest()
 
 
-def test_another_seed_deals_differently():
+def test_another_seed_gives_another_partition():
     assert partitioned("iid", pictures(60), 5, seed=0).digest() != partitioned("iid", pictures(60), 5, seed=1).digest()
 
 

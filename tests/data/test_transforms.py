@@ -1,4 +1,4 @@
-"""Views: what a kind of client sees differently."""
+"""Transforms and views."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pictures():
 
 
 @pytest.mark.parametrize(("degrees", "turns"), [(0, 0), (90, 1), (180, 2), (270, 3), (360, 0), (-90, 3), (450, 1)])
-def test_quarter_turns_are_numpys_exactly(pictures, degrees, turns):
+def test_quarter_turns_equal_numpy(pictures, degrees, turns):
     np.testing.assert_array_equal(Rotate(degrees).inputs(pictures), np.rot90(pictures, turns, axes=(2, 3)))
 
 
@@ -28,7 +28,7 @@ def test_a_turn_is_counter_clockwise():
     assert Rotate(90).inputs(picture).tolist() == [[[[2.0, 4.0], [1.0, 3.0]]]]
 
 
-def test_other_angles_turn_the_same_way_as_quarter_turns(pictures):
+def test_other_angles_rotate_in_the_same_direction(pictures):
     torch.testing.assert_close(Rotate(90 - 1e-7).inputs(pictures), Rotate(90).inputs(pictures), atol=1e-6, rtol=0)
     torch.testing.assert_close(Rotate(180 + 1e-7).inputs(pictures), Rotate(180).inputs(pictures), atol=1e-6, rtol=0)
 
@@ -42,7 +42,7 @@ def test_other_angles_agree_with_scipy(degrees):
     np.testing.assert_allclose(found[6:15, 6:15], expected[6:15, 6:15], atol=1e-9)
 
 
-def test_a_turn_leaves_labels_and_the_original(pictures):
+def test_rotation_keeps_labels_and_the_original(pictures):
     y, before = torch.tensor([3, 1, 2]), pictures.clone()
     Rotate(90).inputs(pictures)
     Rotate(33).inputs(pictures)
@@ -86,7 +86,7 @@ def test_the_empty_view_changes_nothing():
 
 
 def test_the_repr_of_a_transform_names_it():
-    assert repr(Rotate(90.0)) == "Rotate(degrees=90.0)"  # the digest of a federation hangs on this
+    assert repr(Rotate(90.0)) == "Rotate(degrees=90.0)"  # part of a federation's digest
 
 
 def test_swapped_labels_swap_back():
@@ -106,7 +106,7 @@ def test_noise_belongs_to_the_sample():
     assert torch.equal(Noise(0.5).inputs(x[1:2], rows[1:2])[0], seen[1])
 
 
-def test_blur_keeps_the_mean_of_flat_pictures_and_spreads_a_point():
+def test_blur_keeps_the_mean_of_flat_images_and_spreads_a_point():
     assert torch.allclose(Blur(1.0).inputs(torch.full((2, 3, 9, 9), 0.7)), torch.tensor(0.7))
     point = torch.zeros(1, 1, 15, 15)
     point[0, 0, 7, 7] = 1.0

@@ -1,4 +1,4 @@
-"""Flower's Grid in this process: nodes are called as soon as a message is pushed. For tests of the server's side."""
+"""A fake Grid in this process, for tests of the server: pushing a message calls the node."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from coterie.data.federation import Federation
 from coterie.engines.flower.client import simulated_client_app
 from coterie.engines.flower.engine import FlowerEngine, FlowerSettings
 from coterie.engines.flower.link import Link
-from coterie.engines.flower.world import write_world
+from coterie.engines.flower.storage import save_federation
 from coterie.nets.flat import cross_entropy
 
 Fault = Callable[[Message], Message | None]
 
 
 class FakeGrid:
-    """Nodes by number; `fault` of a node sees its replies and may change or drop them."""
+    """Nodes by number; the `fault` of a node may change or drop its replies."""
 
     def __init__(self) -> None:
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 1
@@ -62,9 +62,9 @@ class FakeGrid:
         return [self._replies.pop(name) for name in message_ids if name in self._replies]
 
 
-def world(folder: Path, task: Task, federation: Federation) -> Any:
+def simulated_app(folder: Path, task: Task, federation: Federation) -> Any:
     """The ClientApp of a simulation over that federation."""
-    write_world(folder, federation)
+    save_federation(folder, federation)
     assert task.make is not None
     return simulated_client_app(task.make, cross_entropy, federation.views, str(folder))  # type: ignore[arg-type]
 
@@ -72,9 +72,9 @@ def world(folder: Path, task: Task, federation: Federation) -> Any:
 def engine_over(
     folder: Path, task: Task, federation: Federation, grid: FakeGrid | None = None, **settings: Any
 ) -> tuple[FlowerEngine, FakeGrid]:
-    """An engine whose nodes are the clients of a federation, all there."""
+    """An engine whose nodes are the clients of a federation, all connected."""
     grid = FakeGrid() if grid is None else grid
-    app = world(folder, task, federation)
+    app = simulated_app(folder, task, federation)
     for number in range(len(federation)):
         grid.add(100 + number, app, **{"partition-id": number})
     chosen = FlowerSettings(**{"precision": "float64", "deadline": 5.0, "poll": 0.001} | settings)

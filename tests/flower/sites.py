@@ -115,8 +115,8 @@ class Sites:
         values = {"poll": 0.2, "wait": 240, "evaluate-every": 1000} | config
         if not self.secure:
             values["identity"] = "claimed"
-        told = " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
-        return self.start("run", "./run.sh", *self._mode(), "-c", told)
+        pairs = " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
+        return self.start("run", "./run.sh", *self._mode(), "-c", pairs)
 
     def _mode(self) -> list[str]:
         return [] if self.secure else ["--insecure"]
@@ -140,7 +140,7 @@ class Sites:
         for name in list(self.running):
             self.kill(name)
 
-    # ---- what there is to see ----
+    # ---- results ----
 
     def rows(self, name: str = "deployed") -> list[dict[str, object]]:
         path = self.folder / "runs" / name / "rounds.jsonl"

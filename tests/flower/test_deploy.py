@@ -54,7 +54,7 @@ def test_every_key_of_its_config_is_known():
     assert tables["work"]["epochs"] == 5
 
 
-def test_a_wrong_key_of_the_config_is_told():
+def test_an_unknown_key_of_the_config_is_refused():
     pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
     from coterie.deploy.server import tables_of
     from coterie.errors import ConfigError

@@ -1,4 +1,4 @@
-"""The engine over messages: equal to the loop, answers checked, clients that come and go. No processes."""
+"""The Flower engine without processes: equal to the loop, checks answers, clients come and go."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coterie.engines import make_engine
 from coterie.methods.base import algorithms, find_algorithm
 from coterie.randomness import Rng
 from coterie.runs.loop import Schedule, Trainer
-from tests.flower.fakes import engine_over, world
+from tests.flower.fakes import engine_over, simulated_app
 from tests.helpers import ragged_federation, reserved_for, setup_of
 
 
@@ -54,7 +54,7 @@ def test_every_method_gives_what_the_loop_gives(name, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "settings", "messages"), [("ifca", {}, 1), ("md_icfl", {"privacy": "strong"}, 2)])
-def test_messages_of_a_client_in_a_round(name, settings, messages, tmp_path):
+def test_messages_per_client_and_round(name, settings, messages, tmp_path):
     algorithm = find_algorithm(name)(**settings)
     setup = setup_of(algorithm, ragged_federation())
     engine, grid = engine_over(tmp_path, setup.task(), setup.federation())
@@ -92,17 +92,17 @@ def changed(**arrays):
 BAD = {
     "another shape": changed(params=Array(np.zeros((1, 3)))),
     "answered in another shape than the others": changed(more=Array(np.zeros((1, 3)))),
-    "garbage": changed(params=Array("float64", (1, 3), "numpy.ndarray", b"nothing")),
+    "an unreadable array": changed(params=Array("float64", (1, 3), "numpy.ndarray", b"nothing")),
     "of kind 'pickle'": changed(params=Array("float64", (1, 3), "pickle", b"nothing")),
-    "of a type that is not used": changed(params=Array(np.array([["a"]]))),
-    "bytes where": changed(params=Array(np.zeros((1, 3_000_000)))),
+    "of an unsupported type": changed(params=Array(np.array([["a"]]))),
+    "bytes, more than": changed(params=Array(np.zeros((1, 3_000_000)))),
     "instead of one row": changed(params=Array(np.zeros((2, 5)))),
     "did not answer in": lambda reply: None,
 }
 
 
 @pytest.mark.parametrize("reason", BAD)
-def test_an_answer_that_cannot_be_used_is_refused_by_name(reason, tmp_path):
+def test_invalid_answers_are_rejected_with_the_client_and_reason(reason, tmp_path):
     setup = setup_for("fedavg")
     engine, grid = engine_over(tmp_path, setup.task(), setup.federation(), deadline=0.2)
     grid.faults[104] = BAD[reason]
@@ -116,7 +116,7 @@ def test_an_answer_that_cannot_be_used_is_refused_by_name(reason, tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e30])
-def test_numbers_that_cannot_be_are_refused(value, tmp_path):
+def test_invalid_numbers_are_rejected(value, tmp_path):
     setup = setup_for("fedavg")
     engine, grid = engine_over(tmp_path, setup.task(), setup.federation())
     size = setup.task().layout.size
@@ -126,7 +126,7 @@ def test_numbers_that_cannot_be_are_refused(value, tmp_path):
     assert [failure.client for failure in engine.failures] == [setup.federation().names[4]]
 
 
-def test_a_step_that_raises_at_the_client_is_told_in_its_words(tmp_path):
+def test_a_failing_step_is_reported_with_its_error(tmp_path):
     setup = setup_for("fedavg")
     engine, _ = engine_over(tmp_path, setup.task(), setup.federation())
     models, refs = torch.zeros(1, 3, dtype=torch.float64), torch.zeros(9, dtype=torch.int64)
@@ -137,8 +137,8 @@ def test_a_step_that_raises_at_the_client_is_told_in_its_words(tmp_path):
 
 
 @pytest.mark.parametrize("name", algorithms())
-def test_clients_that_come_in_the_middle(name, tmp_path):
-    """To every method they are clients it has not met: it takes them in by its own rule."""
+def test_clients_that_join_during_the_run(name, tmp_path):
+    """Every method treats them as unseen clients and assigns them by its own rule."""
     algorithm = find_algorithm(name)()
     everyone = ragged_federation(reserve=reserved_for(algorithm))
     setup = setup_of(algorithm, everyone)
@@ -150,7 +150,7 @@ def test_clients_that_come_in_the_middle(name, tmp_path):
     trainer._start()
     trainer._round(1)
     (tmp_path / "all").mkdir()
-    app = world(tmp_path / "all", task, everyone)
+    app = simulated_app(tmp_path / "all", task, everyone)
     for number in (7, 8):
         grid.add(200 + number, app, **{"partition-id": number})
     for number in (2, 3, 4):
@@ -168,7 +168,7 @@ def test_clients_that_come_in_the_middle(name, tmp_path):
     assert history["accuracy"].shape == (4, 9)
 
 
-def test_a_client_that_is_away_is_named_and_known_when_it_comes_back(tmp_path):
+def test_a_disconnected_client_is_reported_and_recognized_when_it_returns(tmp_path):
     setup = setup_for("fedavg")
     engine, grid = engine_over(tmp_path, setup.task(), setup.federation())
     models, refs = engine.initial().unsqueeze(0), torch.zeros(9, dtype=torch.int64)
@@ -182,7 +182,7 @@ def test_a_client_that_is_away_is_named_and_known_when_it_comes_back(tmp_path):
     assert len(engine.failures) == 1
 
 
-def test_a_run_with_clients_that_came_is_saved_and_goes_on(tmp_path):
+def test_a_run_with_new_clients_is_saved_and_resumed(tmp_path):
     from coterie.runs.folder import RunFolder
 
     everyone = ragged_federation()
@@ -195,7 +195,7 @@ def test_a_run_with_clients_that_came_is_saved_and_goes_on(tmp_path):
         trainer._start()
         trainer._round(1)
         (tmp_path / "all").mkdir()
-        app = world(tmp_path / "all", task, everyone)
+        app = simulated_app(tmp_path / "all", task, everyone)
         for number in (7, 8):
             grid.add(200 + number, app, **{"partition-id": number})
         trainer._round(2)

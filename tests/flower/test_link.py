@@ -1,4 +1,4 @@
-"""Who may be whom: names are bound to keys."""
+"""Identity of nodes: names are bound to keys."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
 
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from coterie.engines.flower.link import Link, hello_of
+from coterie.engines.flower.link import Link
 from tests.flower.fakes import FakeGrid
 
 
 def site(name, train=10):
     def app(message, context):
-        return Message(hello_of(name, {"train": train, "valid": 0, "test": 2}), reply_to=message)
+        content = RecordDict()
+        hello = {"name": name, "train": train, "valid": 0, "test": 2}
+        content["hello"] = ConfigRecord({"json": json.dumps(hello)})
+        return Message(content, reply_to=message)
 
     return app
 
@@ -28,7 +31,7 @@ def test_a_name_belongs_to_the_key_that_claimed_it_first():
     assert [m.name for m in link.roll_call()] == ["a"]
     grid.add(2, site("a"), key=b"another key")
     assert link.roll_call() == []
-    assert "belongs to another one" in link.notes[0]
+    assert "belongs to another node" in link.notes[0]
     del grid.nodes[1]
     assert link.roll_call() == []
     assert link.connected == []  # not even while the owner is away
@@ -45,10 +48,10 @@ def test_a_key_has_one_name():
     del grid.nodes[1]
     grid.add(2, site("b"), key=b"key")
     assert link.roll_call() == []
-    assert "is known as 'a' and claims to be 'b'" in link.notes[0]
+    assert "is known as 'a' but claims to be 'b'" in link.notes[0]
 
 
-def test_without_keys_a_name_is_free_when_its_node_is_gone():
+def test_without_keys_a_name_is_free_once_its_node_is_gone():
     grid = FakeGrid()
     grid.add(1, site("a"))
     link = Link(grid, "claimed", 0.001)
@@ -65,7 +68,7 @@ def test_without_keys_a_name_is_free_when_its_node_is_gone():
 
 
 @pytest.mark.parametrize(("name", "train"), [("", 3), ("x" * 300, 3), ("a\nb", 3), ("a", 0)])
-def test_names_and_sizes_that_cannot_be_are_kept_out(name, train):
+def test_invalid_names_and_sizes_are_rejected(name, train):
     grid = FakeGrid()
     grid.add(1, site(name, train))
     link = Link(grid, "claimed", 0.001)
@@ -74,7 +77,7 @@ def test_names_and_sizes_that_cannot_be_are_kept_out(name, train):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", json.dumps({"name": "a"})])
-def test_a_node_that_does_not_say_who_it_is(text):
+def test_a_node_that_does_not_identify_itself(text):
     def app(message, context):
         content = RecordDict()
         content["hello"] = ConfigRecord({"json": text})
@@ -84,10 +87,10 @@ def test_a_node_that_does_not_say_who_it_is(text):
     grid.add(1, app)
     link = Link(grid, "claimed", 0.001)
     assert link.roll_call() == []
-    assert "did not say who it is" in link.notes[0]
+    assert "did not identify itself" in link.notes[0]
 
 
-def test_members_are_remembered_in_their_order():
+def test_members_are_restored_in_order():
     grid = FakeGrid()
     for number, name in enumerate("cab"):
         grid.add(number + 1, site(name), key=name.encode())
@@ -95,7 +98,7 @@ def test_members_are_remembered_in_their_order():
     link.roll_call()
     assert list(link.members) == ["a", "b", "c"]
     again = Link(grid, "key", 0.001)
-    again.remember(link.told())
+    again.restore(link.records())
     assert again.members == link.members
     grid.add(9, site("d"), key=b"d")
     assert [m.name for m in again.roll_call()] == ["d"]

@@ -1,4 +1,4 @@
-"""Flower's own simulation (Ray): every method gives what the loop gives. `make test-flower`."""
+"""Flower's simulation (Ray): every method equals the loop engine. `make test-flower`."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_rotated_digits_from_the_command_line(tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_simulated_run_that_was_stopped_goes_on(tmp_path):
-    """`local`: what clients remember comes back from the checkpoint, since the simulation's own disk is gone."""
+def test_a_stopped_simulation_resumes(tmp_path):
+    """`local`: client memory is restored from the checkpoint, because the simulation's disk is gone."""
     from coterie.errors import Interrupted
     from coterie.runs.folder import RunFolder
     from coterie.runs.loop import Schedule

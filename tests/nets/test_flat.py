@@ -355,7 +355,7 @@ def test_channel_dropout_drops_whole_channels(layer, shape):
     assert 0.3 < float((found[..., 0] == 0).double().mean()) < 0.7
 
 
-def test_dropout_hangs_on_the_key_and_nothing_else():
+def test_dropout_depends_only_on_the_key():
     x = torch.ones(5, 40).double()
     torch.manual_seed(1)
     one = dropped(Bare(nn.Dropout(0.5)), x, 5)

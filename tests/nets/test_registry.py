@@ -1,4 +1,4 @@
-"""Named networks: sizes of the papers, first weights from the seed, one sentence for what does not fit."""
+"""Named models: published sizes, initial weights from the seed, one-sentence errors."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_sizes(name, shape, outputs, expected):
 
 @pytest.mark.parametrize("name", ["mclr", "mlp", "lenet", "leaf-cnn"])
 @pytest.mark.parametrize("side", [12, 13, 15, 28])
-def test_pictures_of_any_side_fit(name, side):
+def test_images_of_any_size_fit(name, side):
     settings = {"hidden": 8} if name == "leaf-cnn" else {}
     module = build(name, (2, side, side), 3, **settings)
     assert module(torch.zeros(4, 2, side, side)).shape == (4, 3)
 
 
-def test_oblong_pictures_fit():
+def test_oblong_images_fit():
     assert build("lenet", (1, 12, 20), 3)(torch.zeros(2, 1, 12, 20)).shape == (2, 3)
 
 
@@ -56,7 +56,7 @@ def test_settings_of_a_model():
     assert model_settings(find_model("mclr")) == {}
 
 
-def test_first_weights_hang_on_the_seed_only():
+def test_initial_weights_depend_only_on_the_seed():
     torch.manual_seed(1)
     one = build("mlp", (4,), 2, seed=5)
     after = torch.rand(1)
@@ -70,9 +70,9 @@ def test_first_weights_hang_on_the_seed_only():
 @pytest.mark.parametrize(
     ("name", "shape", "sentence"),
     [
-        ("lenet", (1, 8, 8), "model lenet takes pictures of at least 12x12; these samples are (1, 8, 8)."),
-        ("lenet", (784,), "model lenet takes pictures of at least 12x12; these samples are (784,)."),
-        ("leaf-cnn", (1, 3, 9), "model leaf-cnn takes pictures of at least 4x4; these samples are (1, 3, 9)."),
+        ("lenet", (1, 8, 8), "model lenet takes images of at least 12x12; samples have shape (1, 8, 8)."),
+        ("lenet", (784,), "model lenet takes images of at least 12x12; samples have shape (784,)."),
+        ("leaf-cnn", (1, 3, 9), "model leaf-cnn takes images of at least 4x4; samples have shape (1, 3, 9)."),
     ],
 )
 def test_samples_that_do_not_fit(name, shape, sentence):
@@ -118,8 +118,8 @@ def test_a_callable_without_arguments():
     assert size(build(lambda width=5: nn.Linear(width, 1))) == 6
 
 
-def test_what_is_no_network():
-    with pytest.raises(ModelError, match=r"must give a torch\.nn\.Module. Got int instead\."):
+def test_only_modules_are_accepted():
+    with pytest.raises(ModelError, match=r"must return a torch\.nn\.Module. Got int instead\."):
         build(lambda: 3)
 
 
@@ -131,14 +131,14 @@ def test_a_network_in_a_file_of_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", ["elsewhere"])
     monkeypatch.delitem(sys.modules, "own_network_file", raising=False)
     assert size(build("own_network_file:make", (4,), 2)) == 10
-    with pytest.raises(ConfigError, match=r"model own_network_file:number is not callable\."):
+    with pytest.raises(ConfigError, match=r"model own_network_file:number is not callable;"):
         find_model("own_network_file:number")
     with pytest.raises(ConfigError, match="model own_network_file:missing cannot be imported"):
         find_model("own_network_file:missing")
 
 
 @pytest.mark.parametrize("spec", ["no_such_module_here:make", "json:", ":make", ".relative:make"])
-def test_what_cannot_be_imported_gives_one_sentence(spec):
+def test_import_errors_are_one_sentence(spec):
     with pytest.raises(ConfigError, match=f"^model {spec} cannot be imported: "):
         import_object(spec, "model")
 

@@ -1,4 +1,4 @@
-"""The larger networks: published sizes, and the same numbers stacked as one at a time."""
+"""The larger models: published sizes, and equal results for stacked and single models."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from coterie.nets.zoo import celeba_cnn, mobilenetv2, resnet18
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Layers this small are slower on several threads than on one, and much slower on a busy machine."""
+    """Layers this small are slower on several threads than on one, especially on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,7 +68,7 @@ def test_outputs(name, shape, settings):
 
 
 @pytest.mark.parametrize("build", [resnet18, mobilenetv2])
-def test_the_small_stem_keeps_a_4x4_map_of_32x32_pictures(build):
+def test_the_small_stem_keeps_a_4x4_map_of_32x32_images(build):
     seen = []
     module = build((3, 32, 32), 10, width=8 if build is resnet18 else 0.25)
     module[-2].register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].shape[2:]))
@@ -134,6 +134,6 @@ def test_wrong_settings_are_refused(build, settings, message):
 
 
 @pytest.mark.parametrize("build", [celeba_cnn, resnet18, mobilenetv2])
-def test_what_is_no_picture_is_refused(build):
-    with pytest.raises(ModelError, match="takes pictures of at least 8x8"):
+def test_only_images_are_accepted(build):
+    with pytest.raises(ModelError, match="takes images of at least 8x8"):
         build((64,), 10)

@@ -111,22 +111,21 @@ def register_preset(preset: Preset) -> Preset:
     return preset
 
 
-def _discover() -> None:
-    import coterie.data.sources as package
-
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+def import_all(package: str) -> None:
+    """Import all modules of a package, which register what they define."""
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        importlib.import_module(f"{package}.{module.name}")
 
 
 def presets() -> dict[str, Preset]:
     """All named datasets."""
-    _discover()
+    import_all("coterie.data.sources")
     return dict(sorted(_PRESETS.items()))
 
 
 def source_class(key: str) -> type[Source]:
     """The source registered under `key`."""
-    _discover()
+    import_all("coterie.data.sources")
     if key not in _SOURCES:
         raise UnknownName("source", key, _SOURCES)
     return _SOURCES[key]

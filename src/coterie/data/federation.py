@@ -20,6 +20,7 @@ from coterie.errors import DataError
 from coterie.randomness import name_keys
 
 SplitName = Literal["train", "valid", "test"]
+SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,7 @@ class Federation:
         return tuple(self.x.shape[1:])
 
     def split(self, name: SplitName) -> Split:
-        splits: dict[str, Split] = {"train": self.train, "valid": self.valid, "test": self.test}
-        return splits[name]
+        return {"train": self.train, "valid": self.valid, "test": self.test}[name]
 
     def view_of(self, clients: Tensor) -> Tensor:
         """View index of each of these clients."""
@@ -204,9 +204,7 @@ class Federation:
         return {
             "digest": self.digest(),
             "clients": list(self.names),
-            "train": self.train.sizes.tolist(),
-            "valid": self.valid.sizes.tolist(),
-            "test": self.test.sizes.tolist(),
+            **{name: self.split(name).sizes.tolist() for name in SPLITS},
             "groups": None if self.groups is None else self.groups.tolist(),
             "label_counts": counts,
             "views": [repr(view) for view in self.views],

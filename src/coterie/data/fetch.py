@@ -273,9 +273,9 @@ def _hub_errors(name: str, repository: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(
-            f"{name} could not be fetched from huggingface.co/datasets/{repository} ({said}); "
+            f"{name} could not be fetched from huggingface.co/datasets/{repository} ({reason}); "
             "nothing was changed, so try again: the download resumes from the hub's cache."
         ) from error
 

@@ -35,12 +35,12 @@ def picture(federation: Federation, client: int, row: Tensor) -> Floats:
     return np.moveaxis(x.expand(3, *x.shape[1:]).double().numpy(), 0, -1)
 
 
-def black_and_white(federation: Federation, pictures: Iterable[Floats]) -> tuple[float, float]:
+def black_and_white(federation: Federation, images: Iterable[Floats]) -> tuple[float, float]:
     """The values to display as black and as white."""
     if federation.x.dtype == torch.uint8:
         top = float(federation.x.max())
         return 0.0, 255.0 if top > 127 else max(top, 1.0)  # the embedded digits range from 0 to 16
-    shown = list(pictures)
+    shown = list(images)
     values = np.stack(shown) if shown else np.zeros(1)
     low, high = float(values.min()), float(values.max())
     return low, high if high > low else low + 1.0

@@ -7,8 +7,6 @@ The parts are in `scenarios/`.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -17,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.data.dataset import Dataset
+from coterie.data.dataset import Dataset, import_all
 from coterie.data.federation import Federation, Move, Split, cut
 from coterie.data.transforms import View
 from coterie.errors import ConfigError, DataError, UnknownName
@@ -396,10 +394,7 @@ def register_part(cls: type[Part]) -> type[Part]:
 
 def parts() -> dict[str, type[Part]]:
     """All registered parts."""
-    import coterie.data.scenarios as package
-
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+    import_all("coterie.data.scenarios")
     return dict(sorted(_PARTS.items()))
 
 

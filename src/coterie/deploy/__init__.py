@@ -1,8 +1,8 @@
-"""The same algorithms on Flower: simulated (`coterie run --engine flower`) and at real sites (`coterie deploy`).
+"""Runs over real sites with Flower; see docs/deployment.md.
 
-    from coterie.deploy import client_app, server_app   # in a Flower app; see docs/deployment.md
+    from coterie.deploy import client_app, server_app   # in a Flower app
 
-Needs `pip install 'coterie[flower]'`; nothing of Flower is imported before it is used.
+Requires `pip install 'coterie[flower]'`; Flower is imported on first use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["client_app", "server_app"]
 def client_app(site: Any, mods: Sequence[Any] = ()) -> Any:
     """The ClientApp of a site: `site` is the user's module with `model()` and `load_data(context)`.
 
-    `mods` are Flower's: functions around every message, such as `coterie.deploy.mods.clip_and_noise`.
+    `mods` are Flower mods, such as `coterie.deploy.mods.clip_and_noise`.
     """
     require_flower("coterie.deploy")
     from coterie.deploy.client import deployed_client_app

@@ -1,4 +1,4 @@
-"""ClientApps: that of a site, and that of a simulation, whose nodes are clients of one federation."""
+"""The ClientApp of a site, and the settings of its `task.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from coterie.data.federation import SplitName
 from coterie.engines.flower.link import hello_of
 from coterie.engines.flower.site import Site, one_client
 from coterie.errors import ConfigError
@@ -18,26 +17,21 @@ from coterie.methods.base import algorithms
 from coterie.nets.flat import LOSSES, Loss
 from coterie.nets.registry import ModelMaker
 
-SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
-
 
 def deployed_client_app(site: Any, mods: Sequence[Any] = ()) -> ClientApp:
-    """Answers for one site. `site` has `model()`, `load_data(context)`, `CLASSES`, `INPUT`, perhaps `name(context)`."""
+    """The app of one site: `site` has `model()`, `load_data(context)`, `CLASSES`, `INPUT` and maybe `name(context)`."""
     algorithms()  # registers the client steps of every method
     app = ClientApp(mods=list(mods))
 
     @app.query()
     def hello(message: Message, context: Context) -> Message:
-        federation = _federation(site, context)
-        sizes = {str(s): int(federation.split(s).sizes[0]) for s in SPLITS}
-        return Message(hello_of(federation.names[0], sizes), reply_to=message)
+        return Message(hello_of(_federation(site, context), 0), reply_to=message)
 
     def answer(message: Message, context: Context) -> Message:
         federation = _federation(site, context)
-        made = Site(
-            federation, maker_of(site), loss_of(site), state_folder(context), str(_of(context, "device", "cpu"))
-        )
-        return Message(made.answer(message.content), reply_to=message)
+        device = str(context.node_config.get("device", "cpu"))
+        answering = Site(federation, maker_of(site), loss_of(site), state_folder(context), device)
+        return Message(answering.answer(message.content), reply_to=message)
 
     app.train()(answer)
     app.evaluate()(answer)
@@ -45,18 +39,14 @@ def deployed_client_app(site: Any, mods: Sequence[Any] = ()) -> ClientApp:
 
 
 def _federation(site: Any, context: Context) -> Any:
-    name = str(site.name(context)) if hasattr(site, "name") else str(_of(context, "name", ""))
+    name = str(site.name(context)) if hasattr(site, "name") else str(context.node_config.get("name", ""))
     if not name:
-        raise ConfigError("This node has no name: start it with --node-config 'name=\"...\"', or define name(context).")
+        raise ConfigError("This node has no name; start it with --node-config 'name=\"...\"' or define name(context).")
     return one_client(name, site.load_data(context), classes_of(site))
 
 
-def _of(context: Context, key: str, default: Any) -> Any:
-    return context.node_config.get(key, default)
-
-
 def state_folder(context: Context) -> Path:
-    """Where this node keeps what its client remembers: `state-dir` of its node config, or the user's data folder."""
+    """The folder of this client's memory: `state-dir` of the node config, else in the user's data folder."""
     named = context.node_config.get("state-dir")
     if named:
         return Path(str(named))
@@ -65,25 +55,25 @@ def state_folder(context: Context) -> Path:
 
 
 def classes_of(site: Any) -> int:
-    """How many classes there are; 0: numbers to predict."""
+    """The number of classes; 0 for regression."""
     found = getattr(site, "CLASSES", None)
     if not isinstance(found, int) or found < 0:
-        raise ConfigError("task.py must say how many classes there are: CLASSES = 10 (0: numbers to predict).")
+        raise ConfigError(f"CLASSES of task.py must be an int >= 0 (0 for regression). Got {found!r} instead.")
     return found
 
 
 def maker_of(site: Any) -> ModelMaker:
-    """How the site's network is made."""
+    """The maker of the site's model."""
     shape = getattr(site, "INPUT", None)
     if not isinstance(shape, tuple) or not all(isinstance(n, int) and n > 0 for n in shape):
-        raise ConfigError("task.py must say the shape of a sample: INPUT = (1, 28, 28).")
+        raise ConfigError(f"INPUT of task.py must be a sample's shape, such as (1, 28, 28). Got {shape!r} instead.")
     if not callable(getattr(site, "model", None)):
-        raise ConfigError("task.py must define model(), which gives a torch.nn.Module.")
+        raise ConfigError("task.py must define model(), which returns a torch.nn.Module.")
     return ModelMaker(site.model, {}, shape, classes_of(site) or 1)
 
 
 def loss_of(site: Any) -> Loss:
-    """The loss: a name of coterie's or a function, `LOSS` of the site; by default cross-entropy."""
+    """The loss: `LOSS` of the site, a name or a function; by default cross-entropy."""
     found = getattr(site, "LOSS", "cross_entropy")
     if callable(found):
         return found  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Data to try a deployment with: the embedded digits, dealt to sites that see them turned."""
+"""Example data for a deployment: the embedded digits, partitioned into sites with rotated images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def rotated_shares(shares: int, turns: Sequence[int], seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
-    """Samples of `site-0` ...: equal shares of the digits, site i turned by turns[i % len(turns)] degrees.
+    """Equal shares of the digits for `site-0` ...; site i is rotated by turns[i % len(turns)] degrees.
 
     >>> shares = rotated_shares(4, (0, 180))
     >>> sorted(shares), shares["site-1"][0].shape[1:]
@@ -22,9 +22,9 @@ def rotated_shares(shares: int, turns: Sequence[int], seed: int = 0) -> dict[str
     y = torch.from_numpy(found.target).long()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     each = len(x) // shares
-    dealt = {}
+    sites = {}
     for site in range(shares):
         rows = order[site * each : (site + 1) * each]
         turn = turns[site % len(turns)]
-        dealt[f"site-{site}"] = (torch.rot90(x[rows], turn // 90, (2, 3)).contiguous(), y[rows])
-    return dealt
+        sites[f"site-{site}"] = (torch.rot90(x[rows], turn // 90, (2, 3)).contiguous(), y[rows])
+    return sites

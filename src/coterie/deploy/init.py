@@ -1,4 +1,4 @@
-"""What `coterie deploy` writes: a Flower app ready to run, and keys for trying it with TLS and authentication."""
+"""Files written by `coterie deploy`: a Flower app, and keys to try it with TLS and authentication."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ from typing import Any
 
 from coterie.errors import ConfigError, StorageError
 
-_PLACES = {  # template -> where it goes
-    "pyproject.toml": "pyproject.toml",
-    "README.md": "README.md",
-    "task.py": "sites/task.py",
-    "server.py": "sites/server.py",
-    "client.py": "sites/client.py",
-    "env.sh": "env.sh",
-    "superlink.sh": "superlink.sh",
-    "supernode.sh": "supernode.sh",
-    "register.sh": "register.sh",
-    "run.sh": "run.sh",
-    "compose.yaml": "compose.yaml",
-}
+_SCRIPTS = ("env.sh", "superlink.sh", "supernode.sh", "register.sh", "run.sh")
+_FILES = (
+    "pyproject.toml",
+    "README.md",
+    "sites/task.py",
+    "sites/server.py",
+    "sites/client.py",
+    *_SCRIPTS,
+    "compose.yaml",
+)
 _IGNORED = "keys/\nstate/\n.flwr/\nruns/\n*.fab\n__pycache__/\n"
 _SERVICE = """  site-{number}:
     image: ${{COTERIE_IMAGE:?an image with coterie[flower]}}
@@ -37,12 +34,12 @@ _SERVICE = """  site-{number}:
 
 
 def write_app(folder: Path, name: str | None = None, nodes: int = 4) -> list[Path]:
-    """Write the app into a new or empty folder; the files, in order."""
+    """Write the app into a new or empty folder; returns its files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise StorageError(f"{folder} is there already and not empty; choose another folder.")
+        raise StorageError(f"{folder} exists and is not empty; choose another folder.")
     plain = re.sub(r"[^a-z0-9-]+", "-", (name or folder.resolve().name).lower()).strip("-")
     if not plain:
-        raise ConfigError("--name must have a letter or a digit.")
+        raise ConfigError(f"--name must contain a letter or a digit. Got '{name or folder.resolve().name}' instead.")
     values = {
         "name": plain,
         "nodes": str(nodes),
@@ -51,11 +48,11 @@ def write_app(folder: Path, name: str | None = None, nodes: int = 4) -> list[Pat
         "services": "\n".join(_SERVICE.format(number=number) for number in range(nodes)),
     }
     made = []
-    for template, place in _PLACES.items():
-        text = files("coterie.deploy").joinpath("template", f"{template}.txt").read_text(encoding="utf-8")
+    for file in _FILES:
+        path = folder / file
+        text = files("coterie.deploy").joinpath("template", f"{path.name}.txt").read_text(encoding="utf-8")
         for key, value in values.items():
             text = text.replace("{{" + key + "}}", value)
-        path = folder / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         if path.suffix == ".sh":
@@ -67,9 +64,9 @@ def write_app(folder: Path, name: str | None = None, nodes: int = 4) -> list[Pat
 
 
 def write_keys(folder: Path, nodes: int, hosts: Sequence[str], days: int = 90) -> list[Path]:
-    """A CA, a server certificate for these hosts, and a key pair for each node, in `folder`/keys.
+    """Write a CA, a server certificate for these hosts and a key pair per node into `folder`/keys.
 
-    For trying: whoever has the folder has all keys. Existing files are never replaced.
+    For trials only: the folder contains all private keys. Existing files are never replaced.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

@@ -1,4 +1,4 @@
-"""Functions around a site's messages (Flower's mods), which the site chooses by itself."""
+"""Flower mods that a site can apply to its messages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from coterie.errors import ConfigError
 
 
 def clip_and_noise(norm: float, noise: float = 0.0) -> Any:
-    """A mod: the model that leaves the site differs from the one it was sent by at most `norm`, plus Gaussian noise.
+    """A mod that clips the update of a site to `norm` and adds Gaussian noise.
 
-    `noise` is the standard deviation of each weight's noise as a multiple of `norm`. The mod makes no claim about a
-    privacy budget: that also hangs on how often the site takes part.
+    `noise` is the standard deviation of the noise per weight, as a multiple of `norm`. The mod does not account for a
+    privacy budget, which also depends on how often the site takes part.
     """
     if norm <= 0 or noise < 0:
-        raise ConfigError(f"clip_and_noise takes a norm > 0 and a noise >= 0. Got {norm} and {noise} instead.")
+        raise ConfigError(f"clip_and_noise needs norm > 0 and noise >= 0. Got {norm} and {noise} instead.")
 
     def mod(message: Any, context: Any, call_next: Any) -> Any:
         reply = call_next(message, context)
@@ -29,7 +29,7 @@ def clip_and_noise(norm: float, noise: float = 0.0) -> Any:
         _, sent, _, _ = wire.read_request(message.content)
         if not sent:
             return reply
-        moved = answer["params"] - torch.stack(sent)  # [m, P]: from each of the models that were sent
+        moved = answer["params"] - torch.stack(sent)  # [m, P]: relative to each model that was sent
         nearest = int(moved.norm(dim=1).argmin())
         update = moved[nearest]
         update = update * (norm / update.norm().clamp_min(norm))

@@ -1,7 +1,7 @@
-"""The ServerApp of a deployed run: waits for the sites, then runs the one round loop over them.
+"""The ServerApp of a deployed run: waits for the sites, then runs the usual round loop over them.
 
-Everything is written into a run folder, with a checkpoint after each round. A run whose server was killed goes on from
-there when it is started again with the same name: no round that was completed is lost or done twice.
+The run folder gets a checkpoint after each round. A run whose server was killed resumes when it is started again with
+the same name: no completed round is lost or repeated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from coterie.client.block import Task
 from coterie.client.settings import WorkSettings
-from coterie.data.federation import Federation
+from coterie.data.federation import SPLITS, Federation
 from coterie.deploy.client import classes_of, loss_of, maker_of
 from coterie.engines.flower.engine import FlowerEngine, FlowerSettings
 from coterie.engines.flower.link import Link, Member, splits_of
@@ -32,7 +32,7 @@ from coterie.settings import build, fields_of
 
 log = logging.getLogger("coterie.flower")
 
-# Keys of a Flower run config, and the fields of coterie's own tables they stand for: flags without their dashes.
+# Keys of the Flower run config, and the settings they stand for: flags without their dashes.
 _TAKEN: dict[Any, tuple[str, ...]] = {
     RunSettings: ("algorithm",),
     Schedule: ("rounds", "seed", "participation", "evaluate_every"),
@@ -48,7 +48,7 @@ _OWN = ("set", "min-clients", "wait", "run-dir", "name", "identity")
 
 
 def deployed_server_app(site: Any) -> Any:
-    """The ServerApp of a run over sites; see docs/deployment.md for the keys of its config."""
+    """The ServerApp of a run over sites; docs/deployment.md lists the keys of its config."""
     from flwr.serverapp import ServerApp
 
     app = ServerApp()
@@ -61,7 +61,7 @@ def deployed_server_app(site: Any) -> Any:
 
 
 def serve(grid: Any, config: dict[str, Any], site: Any) -> dict[str, Any]:
-    """Run to the end over the nodes of a grid; the summary."""
+    """Run over the nodes of a grid; returns the summary, empty if interrupted."""
     _log_to_stderr()
     tables = tables_of(config)
     identity = str(config.get("identity", "key"))
@@ -74,7 +74,7 @@ def serve(grid: Any, config: dict[str, Any], site: Any) -> dict[str, Any]:
     with folder.held():
         kept = folder.read_json("artifacts/members.json") or {"members": [], "lives": {}}
         link = Link(grid, identity, settings.poll)  # type: ignore[arg-type]
-        link.remember(kept["members"])
+        link.restore(kept["members"])
         _gather(link, int(config.get("min-clients", 2)), float(config.get("wait", 600)))
         federation = _federation(list(link.members.values()), site)
         task = Task.made(
@@ -82,12 +82,13 @@ def serve(grid: Any, config: dict[str, Any], site: Any) -> dict[str, Any]:
             experiment.work_of_run,
         )  # fmt: skip
         checkpoint, problems = folder.load_checkpoint()
-        past = _past(kept["lives"], 0 if checkpoint is None else checkpoint.round)
+        resumed = 0 if checkpoint is None else checkpoint.round
+        past = {life: min(last, resumed) for life, last in kept["lives"].items()}  # later rounds are repeated
         engine = FlowerEngine(task, federation, link, settings, run=name, past=past)
         engine.notes += problems
         engine.reserved = _reserved(site)
-        schedule = replace(experiment.schedule, checkpoint_every=0.0)  # sites are never more than a round ahead
-        trainer = DeployedTrainer(experiment.algorithm, engine, federation, schedule, folder, observer=_tell)
+        schedule = replace(experiment.schedule, checkpoint_every=0.0)  # sites keep the memory of only two rounds
+        trainer = DeployedTrainer(experiment.algorithm, engine, federation, schedule, folder, observer=_log_round)
         trainer.lives = {**past, engine.life: schedule.rounds}
         trainer.write_members()
         folder.write_json("environment.json", environment(engine, federation.digest()))
@@ -95,34 +96,33 @@ def serve(grid: Any, config: dict[str, Any], site: Any) -> dict[str, Any]:
             folder.cut_rows(0)
         else:
             trainer.restore(checkpoint)
-            log.info("going on after round %d", checkpoint.round)
+            log.info("resuming after round %d", checkpoint.round)
         try:
             trainer.run()
         except Interrupted as error:
             log.warning("%s", error)
             return {}
-        told = {"algorithm": experiment.algorithm_name, "dataset": "sites", "model": "task.model"}
-        return finish(trainer, told, folder, "flower", federation.digest())
+        head = {"algorithm": experiment.algorithm_name, "dataset": "sites", "model": "task.model"}
+        return finish(trainer, head, folder, "flower", federation.digest())
 
 
 class DeployedTrainer(Trainer):
-    """The round loop, which lets new sites in before each round."""
+    """The round loop, which admits new sites before each round."""
 
     lives: dict[str, int]
 
     def write_members(self) -> None:
-        """Who is in the run, and the lives of its server, for the next one."""
+        """Store the members and the ids of the server processes, for resuming."""
         assert self.folder is not None
         assert isinstance(self.engine, FlowerEngine)
-        members = self.engine.link.told()
+        members = self.engine.link.records()
         self.folder.write_json("artifacts/members.json", {"members": members, "lives": self.lives})
-        sizes = {split: [member[split] for member in members] for split in ("train", "valid", "test")}
-        told = {"seed": self.schedule.seed, "unseen": [], "clients": [member["name"] for member in members]}
-        self.folder.write_json("artifacts/manifest.json", {**told, **sizes, "groups": None, "label_counts": None})
+        sizes = {split: [member[split] for member in members] for split in SPLITS}
+        head = {"seed": self.schedule.seed, "unseen": [], "clients": [member["name"] for member in members]}
+        self.folder.write_json("artifacts/manifest.json", {**head, **sizes, "groups": None, "label_counts": None})
 
     def welcome(self) -> int:
-        """Take in the sites that have come since the last round."""
-        assert isinstance(self.engine, FlowerEngine)
+        """Admit the sites that have connected since the last round."""
         count = super().welcome()
         if count:
             self.write_members()
@@ -130,7 +130,7 @@ class DeployedTrainer(Trainer):
 
 
 def _log_to_stderr() -> None:
-    """What coterie itself has to say, and nothing of the libraries below it: each line travels to the SuperLink."""
+    """Log only coterie's messages: every line is sent to the SuperLink."""
     ours = logging.getLogger("coterie")
     if not ours.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -142,7 +142,7 @@ def _log_to_stderr() -> None:
 
 
 def tables_of(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Coterie's tables of a Flower run config: flat keys, and `set` for every other field, as `--set` takes it.
+    """The settings of a Flower run config: known keys, and `set` for any other field, in the syntax of `--set`.
 
     >>> tables_of({"algorithm": "fesem", "rounds": 3, "set": "algorithm.guard=false work.lr_decay=0.9"})["algorithm"]
     {'guard': False}
@@ -160,7 +160,7 @@ def tables_of(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _folder(parent: Path, name: str, tables: dict[str, dict[str, Any]]) -> RunFolder:
-    """The run folder of that name: the one that is there, or a new one."""
+    """Open the run folder of that name, or create it."""
     path = parent / name
     if path.exists():
         return RunFolder.open(path)
@@ -170,26 +170,26 @@ def _folder(parent: Path, name: str, tables: dict[str, dict[str, Any]]) -> RunFo
 
 
 def _gather(link: Link, least: int, patience: float) -> None:
-    """Wait until so many sites are there."""
+    """Wait until at least `least` sites are connected."""
     ends = time.monotonic() + patience
-    said = -1
+    reported = -1
     while True:
         link.roll_call()
         there = len(link.connected)
         if there >= least:
             return
-        if there != said:
-            log.info("%d of at least %d sites are here", there, least)
-            said = there
+        if there != reported:
+            log.info("%d of at least %d sites are connected", there, least)
+            reported = there
         if time.monotonic() > ends:
             raise ConfigError(
-                f"Only {there} of at least {least} sites came in {patience:g} s; see min-clients and wait."
+                f"Only {there} of at least {least} sites connected in {patience:g} s; change min-clients or wait."
             )
         time.sleep(0.5)
 
 
 def _federation(members: list[Member], site: Any) -> Federation:
-    """The sites as the round loop sees them: names and sizes, no data."""
+    """The federation for the round loop: names and sizes, no data."""
     shape = maker_of(site).input_shape
     return Federation(
         name="sites",
@@ -201,23 +201,15 @@ def _federation(members: list[Member], site: Any) -> Federation:
 
 
 def _reserved(site: Any) -> Any:
-    """The server's own samples, for methods that need some: `reserved()` of task.py gives (x, y)."""
+    """The server's own samples, for methods that need them: (x, y) from `reserved()` of task.py."""
     if not hasattr(site, "reserved"):
         return None
     x, y = site.reserved()
     return torch.as_tensor(x).float(), torch.as_tensor(y)
 
 
-def _past(lives: dict[str, int], round: int) -> dict[str, int]:
-    """Earlier lives of the server, none of which counts beyond the round that this one goes on from."""
-    return {life: min(last, round) for life, last in lives.items()}
-
-
-def _tell(row: dict[str, Any]) -> None:
+def _log_round(row: dict[str, Any]) -> None:
     accuracy = row.get("accuracy")
-    told = {"round": row["round"], "accuracy": accuracy["macro"] if accuracy else None, "failures": row["failures"]}
-    told |= {"sizes": row["cluster_sizes"], "seconds": {k: round(v, 2) for k, v in row["seconds"].items()}}
-    log.info("%s", json.dumps(told))
-
-
-__all__ = ["deployed_server_app", "serve", "tables_of"]
+    shown = {"round": row["round"], "accuracy": accuracy["macro"] if accuracy else None, "failures": row["failures"]}
+    shown |= {"sizes": row["cluster_sizes"], "seconds": {k: round(v, 2) for k, v in row["seconds"].items()}}
+    log.info("%s", json.dumps(shown))

@@ -1,7 +1,7 @@
-"""Networks by name; any other nn.Module works as well.
+"""Models by name; any other nn.Module works as well.
 
-A builder gets the shape of one input and the number of outputs, and its own settings by keyword:
-`--model mlp --set model.hidden=64`. A user's network is `--model package.module:callable`.
+A builder takes the shape of one input, the number of outputs, and its settings by keyword:
+`--model mlp --set model.hidden=64`. Use your own model with `--model package.module:callable`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MODELS: dict[str, Builder] = {}
 
 
 def register_model(name: str) -> Callable[[Builder], Builder]:
-    """Decorator: make a builder known by a name."""
+    """Decorator: register a builder under a name."""
 
     def register(builder: Builder) -> Builder:
         _MODELS[name] = builder
@@ -35,8 +35,8 @@ def register_model(name: str) -> Callable[[Builder], Builder]:
 
 
 def models() -> dict[str, Builder]:
-    """All named networks."""
-    import coterie.nets.zoo  # noqa: F401  it registers its networks
+    """All registered models."""
+    import coterie.nets.zoo  # noqa: F401  registers its models
 
     return dict(sorted(_MODELS.items()))
 
@@ -48,9 +48,9 @@ def build_model(
     num_outputs: int,
     rng: Rng,
 ) -> nn.Module:
-    """Make a network, its first weights drawn from `rng`: a name, `module:callable`, or a callable.
+    """Build a model from a name, `module:callable` or a callable; `rng` seeds the initial weights.
 
-    A callable may take (input_shape, num_outputs), or nothing.
+    A callable takes (input_shape, num_outputs) or nothing.
     """
     name = spec if isinstance(spec, str) else getattr(spec, "__name__", type(spec).__name__)
     builder = find_model(spec) if isinstance(spec, str) else spec
@@ -65,16 +65,16 @@ def build_model(
             module = builder(*args, **settings)
     except CoterieError:
         raise
-    except Exception as error:  # a user's own code may raise anything
-        raise ModelError(f"model {name} could not be made: {type(error).__name__}: {error}") from error
+    except Exception as error:  # the user's code may raise anything
+        raise ModelError(f"model {name} could not be built: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
-        raise ModelError(f"model {name} must give a torch.nn.Module. Got {type(module).__name__} instead.")
+        raise ModelError(f"model {name} must return a torch.nn.Module. Got {type(module).__name__} instead.")
     return module
 
 
 @dataclass(frozen=True)
 class ModelMaker:
-    """How the network of a run is made: small, so that it can be told to other processes."""
+    """How the model of a run is built; small enough to send to other processes."""
 
     model: str | Builder
     settings: Mapping[str, Any]
@@ -86,7 +86,7 @@ class ModelMaker:
 
 
 def find_model(spec: str) -> Builder:
-    """The builder of a name or of `module:callable`."""
+    """The builder of a registered name or of `module:callable`."""
     if ":" not in spec:
         known = models()
         if spec not in known:
@@ -94,24 +94,24 @@ def find_model(spec: str) -> Builder:
         return known[spec]
     found = import_object(spec, "model")
     if not callable(found):
-        raise ConfigError(f"model {spec} is not callable.")
+        raise ConfigError(f"model {spec} is not callable; name a class or a function.")
     return found  # type: ignore[no-any-return]
 
 
 def import_object(spec: str, what: str) -> Any:
-    """The object that `module:name` names; the current folder is searched too."""
+    """Import `module:name`; modules in the current folder are found too."""
     module_name, _, attribute = spec.partition(":")
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
         return getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # importing runs the user's own code, which may raise anything
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"{what} {spec} cannot be imported: {type(error).__name__}: {error}.") from error
 
 
 def model_settings(builder: Builder) -> dict[str, Any]:
-    """The settings of a builder (its keyword-only arguments) with their defaults."""
+    """The settings of a builder, which are its keyword-only arguments, with their defaults."""
     return {p.name: p.default for p in _parameters(builder) if p.kind is p.KEYWORD_ONLY}
 
 

@@ -1,7 +1,7 @@
-"""The named networks: logistic regression, MLP, LeNet, LEAF's networks, ResNet-18 and MobileNetV2.
+"""The named models: logistic regression, MLP, LeNet, LEAF's CNNs, ResNet-18 and MobileNetV2.
 
-They follow the papers' tables and have the published number of parameters. No layer works in place, so that many
-clients can be trained in one batch.
+They follow the papers and have the published number of parameters. No layer works in place, so that clients can be
+trained in vectorized batches.
 
 He et al., 2016 (arXiv 1512.03385); Sandler et al., 2018 (arXiv 1801.04381); Caldas et al., 2018 (LEAF).
 """
@@ -19,7 +19,7 @@ from coterie.nets.registry import register_model
 
 MakeNorm = Callable[[int], nn.Module]
 
-_GROUPS = 8  # divides every width of these networks, and leaves two channels or more to a group
+_GROUPS = 8  # divides all widths here and leaves at least two channels per group
 _NORMS: dict[str, MakeNorm] = {
     "batch": nn.BatchNorm2d,
     "group": lambda channels: nn.GroupNorm(math.gcd(_GROUPS, channels), channels),
@@ -89,7 +89,7 @@ def celeba_cnn(input_shape: tuple[int, ...], num_outputs: int, *, norm: str = "b
     make_norm = _norm(norm)
     layers: list[nn.Module] = []
     for _ in range(4):
-        # LEAF pools with padding: a last odd row counts, 84 -> 42 -> 21 -> 11 -> 6.
+        # LEAF pools with padding, so a last odd row counts: 84 -> 42 -> 21 -> 11 -> 6.
         pool = nn.MaxPool2d(2, ceil_mode=True)
         layers += [nn.Conv2d(channels, 32, 3, padding=1), make_norm(32), pool, nn.ReLU()]
         channels, height, width = 32, math.ceil(height / 2), math.ceil(width / 2)
@@ -100,7 +100,7 @@ def celeba_cnn(input_shape: tuple[int, ...], num_outputs: int, *, norm: str = "b
 def resnet18(
     input_shape: tuple[int, ...], num_outputs: int, *, stem: str = "small", norm: str = "batch", width: int = 64
 ) -> nn.Module:
-    """ResNet-18; stem "small" (3x3, for 32x32 pictures) or "imagenet" (7x7 and a pool)."""
+    """ResNet-18; stem "small" (3x3, for 32x32 images) or "imagenet" (7x7 and pooling)."""
     channels, _, _ = _image(input_shape, "resnet18", smallest=8)
     _one_of("stem", stem, _STEMS)
     _at_least_one("width", width)
@@ -116,11 +116,11 @@ def resnet18(
         layers.append(_BasicBlock(outputs, outputs, 1, make_norm))
         inputs = outputs
     module = nn.Sequential(*layers, _SpatialMean(), nn.Linear(inputs, num_outputs))
-    return _start_convolutions(module)
+    return _init_convolutions(module)
 
 
 class _BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions with a shortcut, which is a 1x1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, make_norm: MakeNorm) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ _MOBILE_STAGES = (
 def mobilenetv2(
     input_shape: tuple[int, ...], num_outputs: int, *, stem: str = "small", norm: str = "batch", width: float = 1.0
 ) -> nn.Module:
-    """MobileNetV2; stem "small" halves 32x32 pictures three times, "imagenet" five; `width` is the multiplier."""
+    """MobileNetV2; stem "small" halves the image three times, "imagenet" five times; `width` multiplies widths."""
     channels, _, _ = _image(input_shape, "mobilenetv2", smallest=8)
     _one_of("stem", stem, _STEMS)
     if isinstance(width, bool) or not isinstance(width, int | float) or not 0 < width < math.inf:
@@ -169,7 +169,7 @@ def mobilenetv2(
     for number, (expansion, base, repeats, first_stride) in enumerate(_MOBILE_STAGES):
         outputs = _round_channels(base * width)
         for repeat in range(repeats):
-            # On small pictures the first two halvings are left out: 32x32 would end as 1x1.
+            # Small images skip the first two halvings: 32x32 would end as 1x1.
             stride = 1 if repeat or (stem == "small" and number == 1) else first_stride
             layers.append(_InvertedResidual(inputs, outputs, stride, expansion, make_norm))
             inputs = outputs
@@ -178,11 +178,11 @@ def mobilenetv2(
     head = nn.Linear(last, num_outputs)
     nn.init.normal_(head.weight, 0.0, 0.01)
     nn.init.zeros_(head.bias)
-    return _start_convolutions(nn.Sequential(*layers, head))
+    return _init_convolutions(nn.Sequential(*layers, head))
 
 
 class _InvertedResidual(nn.Module):
-    """Widen, filter each channel alone, narrow without ReLU; a shortcut where the shape stays."""
+    """Expansion, depthwise convolution and linear projection, with a shortcut if the shape does not change."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, expansion: int, make_norm: MakeNorm) -> None:
         super().__init__()
@@ -203,14 +203,14 @@ class _InvertedResidual(nn.Module):
 
 
 class _SpatialMean(nn.Module):
-    """[B, C, H, W] -> [B, C], for pictures of any size."""
+    """[B, C, H, W] -> [B, C], for images of any size."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean((2, 3))
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
-    """Without bias: the norm after it has one."""
+    """A convolution without bias: the norm that follows has one."""
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
 
 
@@ -220,8 +220,8 @@ def _conv_norm_relu(
     return [_conv(inputs, outputs, kernel, stride, groups), make_norm(outputs), nn.ReLU6()]
 
 
-def _start_convolutions(module: nn.Module) -> nn.Module:
-    """The first weights of He et al., 2015, by outgoing connections, as both networks are usually started."""
+def _init_convolutions(module: nn.Module) -> nn.Module:
+    """Kaiming initialization (He et al., 2015) with fan-out, as usual for both networks."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
@@ -229,7 +229,7 @@ def _start_convolutions(module: nn.Module) -> nn.Module:
 
 
 def _round_channels(wanted: float) -> int:
-    """A multiple of 8 near the wanted width and not more than a tenth below it (the MobileNets' own rule)."""
+    """The nearest multiple of 8 that is at least 90 % of the wanted width (the MobileNets' rule)."""
     rounded = max(8, int(wanted + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * wanted else rounded
 
@@ -246,7 +246,7 @@ def _one_of(field: str, value: Any, known: tuple[str, ...]) -> None:
 
 def _image(shape: tuple[int, ...], name: str, smallest: int) -> tuple[int, int, int]:
     if len(shape) != 3 or min(shape[1:]) < smallest:
-        raise ModelError(f"model {name} takes pictures of at least {smallest}x{smallest}; these samples are {shape}.")
+        raise ModelError(f"model {name} takes images of at least {smallest}x{smallest}; samples have shape {shape}.")
     return shape[0], shape[1], shape[2]
 
 

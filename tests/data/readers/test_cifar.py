@@ -1,4 +1,4 @@
-"""CIFAR as given out; and that no pickle gets to run code."""
+"""CIFAR as published; pickles never run code."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Picture folders with a csv."""
+"""Image folders with a csv."""
 
 import numpy as np
 import pytest

@@ -34,7 +34,7 @@ def test_images_and_labels_plain_and_gzipped(tmp_path, images, pack):
     assert y.dtype == np.int64
 
 
-def test_emnist_images_are_turned_back(tmp_path, images):
+def test_emnist_images_are_transposed_back(tmp_path, images):
     (tmp_path / "images").write_bytes(idx_bytes(np.ascontiguousarray(images.transpose(0, 2, 1))))
     x = read_images(tmp_path / "images", transposed=True)
     assert np.array_equal(x, images)

@@ -158,7 +158,7 @@ def test_celeba(tmp_path):
     assert read_celeba(tmp_path / "json", images).x.shape == (3, 3, 84, 84)
 
 
-def test_celeba_wrong_pictures(tmp_path):
+def test_celeba_invalid_images(tmp_path):
     images = celeba(tmp_path, ["1.jpg"])
     write(tmp_path / "json" / "a.json", celeba_file({"4": (["2.jpg"], [0])}))
     with pytest.raises(DataError, match="There is no image"):

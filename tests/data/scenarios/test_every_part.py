@@ -1,4 +1,4 @@
-"""What every registered part of a scenario keeps to, alone and joined to others; from the registry."""
+"""Rules for every registered part of a scenario, alone and joined to others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEEDS_KINDS = {"drift": "rotated+drift"}
 
 
 def pictures(size: int, seed: int) -> Dataset:
-    """Colour pictures with classes, users, two sources and an official split."""
+    """Colour images with classes, users, two sources and an official split."""
     rng = np.random.default_rng(seed)
     return Dataset(
         "pictures",
@@ -48,7 +48,7 @@ def settings_of(draw):
 @pytest.mark.parametrize("name", NAMES)
 @given(values=settings_of(), seed=st.integers(0, 10**6))
 @settings(max_examples=12, deadline=None)
-def test_every_deal_keeps_to_the_rules(name, values, seed):
+def test_every_partition_follows_the_rules(name, values, seed):
     data = pictures(600, seed)
     federation = Scenario.named(NEEDS_KINDS.get(name, name), values).partition(data, 12, Rng.seed(seed))
     count = len(federation)
@@ -63,12 +63,12 @@ def test_every_deal_keeps_to_the_rules(name, values, seed):
         assert len(federation.train.rows(client)) >= 1
         assert len(tests) >= 1
         assert len(held) + len(tests) >= values.get("min_samples", 2)
-        assert not tested & set(held)  # nobody trains on what anybody is tested on
+        assert not tested & set(held)  # no client trains on a test sample
         assert not reserved & {*held, *tests}
         by_kind.setdefault(int(view[client]), []).extend(held)
     if not federation.repeats:
         for held in by_kind.values():
-            assert len(held) == len(set(held))  # each sample at most once among those who see it alike
+            assert len(held) == len(set(held))  # each sample at most once per view
     assert federation.label_counts().sum(1).tolist() == federation.train.sizes.tolist()
 
 

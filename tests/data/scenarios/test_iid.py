@@ -32,7 +32,7 @@ def test_there_are_no_true_groups():
     assert partitioned(3).groups is None
 
 
-def test_samples_are_dealt_at_random():
+def test_samples_are_distributed_at_random():
     federation = partitioned(3)
     assert federation.train.rows(0).tolist() != sorted(federation.train.rows(0).tolist())
     # A share of 30 out of 90 rows in order would have a mean row of 14.5.

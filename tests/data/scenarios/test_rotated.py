@@ -1,4 +1,4 @@
-"""Groups that hold their pictures differently."""
+"""Groups with rotated images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_four_groups_by_quarter_turns():
     assert federation.names[::2] == ("r000-000", "r090-000", "r180-000", "r270-000")
 
 
-def test_clients_see_their_samples_turned():
+def test_clients_see_their_samples_rotated():
     data = pictures()
     federation = partitioned(data)
     for client in (0, 2, 5, 7):
@@ -48,7 +48,7 @@ def test_every_group_holds_every_training_sample_once():
         assert sorted(rows) == list(range(30))
 
 
-def test_groups_are_dealt_differently():
+def test_groups_are_partitioned_differently():
     federation = partitioned(pictures())
     assert federation.train.rows(0).tolist() != federation.train.rows(2).tolist()
 

@@ -1,4 +1,4 @@
-"""A federation of FEMNIST's shape, made up: 805,263 pictures of 28x28 by 3,550 writers."""
+"""A synthetic federation of FEMNIST's size: 805,263 images of 28x28 by 3,550 writers."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from .originals import fake_hub
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Puts the stand-ins in place; returns the list of what was asked of them."""
+    """Install the fake modules; returns the list of requests they get."""
     asked: list[Any] = []
     modules = fake_hub(asked)
     modules["huggingface_hub"].fill(tmp_path_factory.mktemp("hub"))

@@ -38,7 +38,7 @@ class Case:
     """One dataset in small."""
 
     source: StoredSource
-    arrays: Mapping[str, np.ndarray]  # what the .npz holds
+    arrays: Mapping[str, np.ndarray]  # content of the .npz
     write: Callable[[Path], None]  # the original form, into the data folder
     hub: Mapping[str, list[dict[str, Any]]] | None = None  # split -> rows
 
@@ -174,7 +174,7 @@ def femnist_case() -> Case:
 def celeba_case() -> Case:
     people = np.repeat([17, 9, 120], [6, 6, 5])
     y = labels(2)
-    # Smooth pictures: bilinear resizing of noise is no picture of anything, and png keeps these exact.
+    # Smooth images: resized noise would be meaningless, and png stores these exactly.
     ramp = np.linspace(0, 200, 218 * 178).reshape(218, 178, 1)
     full = [(ramp + np.array([row, 2 * row, 3 * row])).astype(np.uint8) for row in range(len(y))]
     x = np.stack([np.asarray(Image.fromarray(p).resize((84, 84), Image.Resampling.BILINEAR)) for p in full])
@@ -238,7 +238,7 @@ CASES: dict[str, Case] = {
 
 
 class HubDataset:
-    """What `datasets.load_dataset` gives, as far as it is used."""
+    """The part of a `datasets` dataset that is used."""
 
     def __init__(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
         self.rows, self.column_names = rows, columns

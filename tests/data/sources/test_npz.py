@@ -1,4 +1,4 @@
-"""A user's own file: what is read from it, and what is refused in one sentence."""
+"""The user's own .npz file, and one-sentence errors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_truth_values_are_two_classes(save):
         ((5, 7), (7,)),
     ],
 )
-def test_pictures_become_channels_first(save, shape, expected):
+def test_images_become_channels_first(save, shape, expected):
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     data = load(save(x=pixels, y=np.arange(5)))
     assert data.input_shape == expected
@@ -150,7 +150,7 @@ def test_a_missing_file(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"hello, this is text", b"PK\x03\x04 cut short"])
-def test_what_is_no_npz_file(tmp_path, content):
+def test_other_files_are_refused(tmp_path, content):
     path = tmp_path / "own.npz"
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"is not a readable \.npz file"):

@@ -1,4 +1,4 @@
-"""The stored sources: three ways in, one result; and what is refused."""
+"""The stored sources: original, npz and fetched give the same dataset; invalid files are refused."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_npz_and_original_are_the_same(case: Case, tmp_path: Path):
 
 
 @every_case
-def test_what_is_fetched_is_the_same(case: Case, tmp_path: Path, hub):
+def test_fetched_data_is_the_same(case: Case, tmp_path: Path, hub):
     if case.name not in RECIPES:
         pytest.skip("not on the hub")
     for form in ("npz", "fetched"):
@@ -122,7 +122,7 @@ def test_originals_cut_short_or_without_a_part(case: Case, tmp_path: Path):
         with pytest.raises(DataError, match=str(path.name)):
             load(case.source, tmp_path)
         path.write_bytes(content)
-    if len(files) == 1 or case.name == "sign":  # nobody knows how many images of hands there were
+    if len(files) == 1 or case.name == "sign":  # the number of images is not fixed
         return
     files[0].unlink()
     with pytest.raises(DataError):
@@ -301,7 +301,7 @@ def test_the_size_of_faces(tmp_path: Path):
     assert (again.x.float() - small.x.float()).abs().mean() < 1.5
 
 
-def test_faces_without_pictures(tmp_path: Path):
+def test_faces_without_images(tmp_path: Path):
     place = tmp_path / "celeba" / "all_data"
     place.mkdir(parents=True)
     (place / "a.json").write_text(leaf_file({"4": (["1.jpg"], [0])}))

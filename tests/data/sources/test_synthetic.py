@@ -1,4 +1,4 @@
-"""Made-up data: groups that see the same pictures and name them differently."""
+"""Synthetic data: groups label the same images differently."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_fewer_clients_than_groups():
     assert [int(data.group[data.user == u][0]) for u in range(3)] == [0, 1, 2]
 
 
-def test_groups_see_the_same_pictures_under_other_names():
+def test_groups_label_the_same_images_differently():
     data = SMALL.load(20, Rng.seed(1), None)
     names = []
     for group in range(2):
         rows = torch.from_numpy(data.group == group)
         pairs = {(tuple(c), int(y)) for c, y in zip(concepts(data)[rows].tolist(), data.y[rows].tolist(), strict=True)}
-        assert len(pairs) == 3  # one name for each picture
+        assert len(pairs) == 3  # one label per image
         names.append(dict(pairs))
     assert set(names[0]) == set(names[1])
     assert names[0] != names[1]

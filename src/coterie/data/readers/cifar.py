@@ -57,7 +57,7 @@ def read_pickled_batch(data: bytes, num_classes: int, path: Path | str) -> _Batc
         raise invalid(path, f"is not a readable CIFAR pickle: {error}") from error
     if not isinstance(content, dict):
         raise invalid(path, f"contains a {type(content).__name__} instead of a dict with data and labels")
-    found = {_text(key): value for key, value in content.items()}
+    found = {k.decode("latin-1") if isinstance(k, bytes) else str(k): value for k, value in content.items()}
     x = _column(found, "data", path)
     if x.ndim != 2 or x.shape[1] != _PIXELS or x.dtype != np.uint8:
         raise invalid(path, f"has data of shape {list(x.shape)} and type {x.dtype}, not rows of {_PIXELS} bytes")
@@ -156,7 +156,3 @@ def _checked(batch: _Batch, num_classes: int, path: Path | str) -> _Batch:
             raise invalid(path, f"has {len(batch.x)} images but labels of shape {list(labels.shape)}")
         check_classes(labels, classes, path)
     return batch
-
-
-def _text(key: Any) -> str:
-    return key.decode("latin-1") if isinstance(key, bytes) else str(key)

@@ -21,7 +21,7 @@ _MOST_CLASSES = 100_000  # larger numbers are ids: the network would need that m
 _COLUMNS = ("file", "label", "user", "group", "is_train")
 
 
-class Pictures(NamedTuple):
+class Images(NamedTuple):
     """Images and the columns of the csv; None for a missing column."""
 
     x: NDArray[np.uint8]  # [S, C, H, W]
@@ -34,7 +34,7 @@ class Pictures(NamedTuple):
     is_train: NDArray[np.bool_] | None  # [S]
 
 
-def read_folder(path: Path, *, size: Size | None = None, channels: int | None = None) -> Pictures:
+def read_folder(path: Path, *, size: Size | None = None, channels: int | None = None) -> Images:
     """The images of a csv, or of the only csv in a folder.
 
     `size` (height, width) resizes all images; without it they must have the same size. `channels` is 1 (grey) or
@@ -49,7 +49,7 @@ def read_folder(path: Path, *, size: Size | None = None, channels: int | None = 
     user, user_names = _optional(rows, "user")
     group, group_names = _optional(rows, "group")
     is_train = _flags(rows, table) if "is_train" in rows[0] else None
-    return Pictures(x, y, class_names, user, user_names, group, group_names, is_train)
+    return Images(x, y, class_names, user, user_names, group, group_names, is_train)
 
 
 def _only_csv(path: Path) -> Path:
@@ -91,16 +91,16 @@ def _load(table: Path, files: list[str], size: Size | None, channels: int | None
         inside = PurePosixPath(name.replace("\\", "/"))
         if inside.is_absolute() or ".." in inside.parts:
             raise invalid(table, f"names the file '{name}'", "use files in the csv's folder")
-        picture = read_image(table.parent / inside, size=size, channels=channels if x is None else x.shape[1])
+        image = read_image(table.parent / inside, size=size, channels=channels if x is None else x.shape[1])
         if x is None:
-            x = np.empty((len(files), *picture.shape), np.uint8)
-        if picture.shape != x.shape[1:]:
+            x = np.empty((len(files), *image.shape), np.uint8)
+        if image.shape != x.shape[1:]:
             raise invalid(
                 table.parent / inside,
-                f"has {_shape(picture.shape)} pixels but the images before it {_shape(x.shape[1:])}",
+                f"has {_shape(image.shape)} pixels but the images before it {_shape(x.shape[1:])}",
                 "resize all with size=(height, width)",
             )
-        x[row] = picture
+        x[row] = image
     assert x is not None  # `_rows` rejects empty lists
     return x
 

@@ -49,8 +49,8 @@ Convert = Callable[[list[Any]], Any]
 
 def read_femnist(path: Path) -> Leaf:
     """FEMNIST, 62 classes: images as uint8 [S, 28, 28], dark on white (255) as in LEAF's files."""
-    parts, y, user, names, is_train = _collect(path, _pixels, _CLASSES["femnist"])
-    return Leaf(join(parts, (28, 28), np.uint8), y, user, names, is_train)
+    parts, found = _collect(path, _pixels, _CLASSES["femnist"])
+    return found._replace(x=join(parts, (28, 28), np.uint8))
 
 
 def read_celeba(path: Path, images: Path, *, size: int = 84) -> Leaf:
@@ -61,18 +61,16 @@ def read_celeba(path: Path, images: Path, *, size: int = 84) -> Leaf:
     pillow()  # fail now if it is missing: parsing the json takes minutes
     if not images.is_dir():
         raise DataError(f"There is no folder {images}; give the folder of CelebA's images (img_align_celeba).")
-    parts, y, user, names, is_train = _collect(path, _file_names, _CLASSES["celeba"])
+    parts, found = _collect(path, _file_names, _CLASSES["celeba"])
     files = [name for part in parts for name in part]
     x = np.empty((len(files), 3, size, size), np.uint8)
     for row, name in enumerate(files):
         x[row] = read_image(images / name, size=(size, size), channels=3)
-    return Leaf(x, y, user, names, is_train)
+    return found._replace(x=x)
 
 
-def _collect(
-    path: Path, convert: Convert, num_classes: int
-) -> tuple[list[Any], NDArray[np.int64], NDArray[np.int64], tuple[str, ...], NDArray[np.bool_] | None]:
-    """Samples of all files in order: a list of x by user and file, then the concatenated columns."""
+def _collect(path: Path, convert: Convert, num_classes: int) -> tuple[list[Any], Leaf]:
+    """Samples of all files in order: a list of x by user and file, and the other columns, concatenated."""
     number_of: dict[str, int] = {}
     parts: list[Any] = []
     labels, counts, owners, flags = [], [], [], []
@@ -87,13 +85,9 @@ def _collect(
             flags.append(in_train)
     if not sum(counts):
         raise DataError(f"{path} has no samples; run LEAF's preprocess.sh again.")
-    return (
-        parts,
-        np.concatenate(labels),
-        np.repeat(np.array(owners, np.int64), counts),
-        tuple(number_of),
-        np.repeat(np.array(flags, bool), counts) if split else None,
-    )
+    user = np.repeat(np.array(owners, np.int64), counts)
+    is_train = np.repeat(np.array(flags, bool), counts) if split else None
+    return parts, Leaf(np.empty(0, np.uint8), np.concatenate(labels), user, tuple(number_of), is_train)
 
 
 def _find(path: Path) -> tuple[bool, list[tuple[Path, bool]]]:

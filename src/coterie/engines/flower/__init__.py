@@ -1,4 +1,4 @@
-"""The engine over Flower messages: `coterie run --engine flower` simulates, `coterie.deploy` runs at real sites."""
+"""The engine over Flower: simulated by `coterie run --engine flower`, at real sites by `coterie.deploy`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from coterie.errors import MissingExtra
 
 
 def require_flower(what: str) -> None:
-    """Say which extra is missing, if it is."""
+    """Raise MissingExtra unless Flower is installed."""
     try:
         import flwr  # noqa: F401
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""The engine whose clients are nodes of Flower: the contract of `coterie.engines.base` over messages.
+"""The engine whose clients are Flower nodes: implements `coterie.engines.base` with messages.
 
-Every client of a call gets one message; records of models are shared between messages, so that Flower holds each
-distinct model once. A call ends when all have answered or at its deadline; who has not answered has failed. Every
-answer is checked before it is used: its size before it is unpacked, then its types and shapes, then its numbers.
+Each client of a call gets one message; messages share model records, so that Flower stores each distinct model
+once. A call ends when all clients have answered, or at its deadline; clients that have not answered have failed.
+Every answer is checked before it is used: its size before it is unpacked, then its types and shapes.
 """
 
 from __future__ import annotations
@@ -25,29 +25,26 @@ from coterie.data.federation import Federation
 from coterie.engines.base import Engine, Reply, Request
 from coterie.engines.flower import wire
 from coterie.engines.flower.link import Link, splits_of
-from coterie.errors import EngineError
 from coterie.randomness import name_keys
 from coterie.settings import setting, values_of
 
 log = logging.getLogger("coterie.flower")
 
-_AT_ONCE = 64  # clients of a chunk
+_CHUNK = 64  # clients per chunk
 
 
 @dataclass(frozen=True)
 class FlowerSettings:
-    """Settings of the engine `flower`: `--set engine.FIELD=VALUE`."""
+    """Settings of the engine: `--set engine.FIELD=VALUE`."""
 
-    deadline: float = setting(
-        600.0, "seconds that clients have for one call; then the round goes on without them", gt=0
-    )
-    poll: float = setting(0.05, "seconds between two looks for answers", gt=0)
-    precision: Literal["float32", "float64"] = setting("float32", "arithmetic of the clients")
-    cpus: int = setting(1, "cores that a simulated client takes while it works", ge=1)
+    deadline: float = setting(600.0, "seconds to wait for answers; then the round continues without the others", gt=0)
+    poll: float = setting(0.05, "seconds between polls for answers", gt=0)
+    precision: Literal["float32", "float64"] = setting("float32", "floating-point precision of the clients")
+    cpus: int = setting(1, "CPU cores per simulated client", ge=1)
 
 
 class FlowerEngine(Engine):
-    """Runs client steps at nodes of Flower."""
+    """Runs client steps on Flower nodes."""
 
     name = "flower"
 
@@ -73,33 +70,30 @@ class FlowerEngine(Engine):
 
     @property
     def device(self) -> torch.device:
-        """The server's CPU."""
         return torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
-        """The float type of models."""
         return self._dtype
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen."""
         return {"engine": self.name, "device": "cpu", **values_of(self.settings)}
 
     def memory_budget(self) -> int:
-        """1 GB beside the centers."""
+        """1 GB in addition to the centers."""
         return 1 << 30
 
     def memory_tensors(self) -> dict[str, Tensor]:
-        """What clients remember is on their own disks."""
+        """Empty: clients store their memory on their own disks."""
         return {}
 
     def load_memory(self, tensors: Mapping[str, Tensor]) -> None:
         """See `memory_tensors`."""
 
-    # ---- clients that come ----
+    # ---- new clients ----
 
     def welcome(self) -> int:
-        """Take in clients that have come since; how many there are."""
+        """Admit clients that have connected since the last call; returns their number."""
         began = time.perf_counter()
         new = self.link.roll_call()
         self.client_seconds += time.perf_counter() - began
@@ -120,19 +114,19 @@ class FlowerEngine(Engine):
     # ---- calls ----
 
     def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:
-        """One message per client; answers are yielded in the order of the cohort, whoever was faster."""
+        """Send one message per client; yields answers in the order of the cohort."""
         names = {self.names[int(request.cohort[position])]: position for position in positions.tolist()}
         found, gradients, refused = self._collect(self._messages(request, names), request.models)
         failed = tuple((names[client], reason) for client, reason in refused.items())
         good = [client for client in names if client in found]
-        for some in [good[i : i + _AT_ONCE] for i in range(0, len(good), _AT_ONCE)] or [[]]:
+        for some in [good[i : i + _CHUNK] for i in range(0, len(good), _CHUNK)] or [[]]:
             rows = [found.pop(client) for client in some]
             answer = Answer(**{key: torch.cat([row[key] for row in rows]) for key in (rows or [{}])[0]})
             yield Reply(torch.tensor([names[c] for c in some], dtype=torch.int64), answer, failed, gradients)
             failed, gradients = (), 0
 
     def _messages(self, request: Request, names: Mapping[str, int]) -> dict[str, RecordDict]:
-        """One message per client, by name; each distinct model is one record that messages share."""
+        """One message per client, by name; messages share one record per distinct model."""
         models, refs = request.models, request.refs
         records: dict[int, ArrayRecord] = {}
         payload = wire.record_of(request.payload) if request.payload else None
@@ -158,7 +152,6 @@ class FlowerEngine(Engine):
                 life=self.life,
                 past=self.past,
                 precision=self.settings.precision,
-                extra={"world": self.link.world} if self.link.world else {},
             )
             mine = {key: value[position : position + 1] for key, value in request.each.items()}
             contents[client] = wire.request(call, sent, payload, mine)
@@ -167,7 +160,7 @@ class FlowerEngine(Engine):
     def _collect(
         self, contents: Mapping[str, RecordDict], models: Tensor | None
     ) -> tuple[dict[str, dict[str, Tensor]], int, dict[str, str]]:
-        """Answers by name, the gradients they took, and who is refused for what."""
+        """Answers by client, the gradients they took, and the reasons of rejected clients."""
         most = 4 * max(self.task.layout.size * self._dtype.itemsize, 1 << 20)
         if models is not None:
             most = max(most, 4 * models.shape[1] * self._dtype.itemsize)
@@ -188,13 +181,13 @@ class FlowerEngine(Engine):
                 refused[client] = str(error)
         down = sum(wire.size_of(content) for content in contents.values())
         self.ledger.record_wire(self.phase, down, up)
-        for client in self._odd(found):
+        for client in self._inconsistent(found):
             refused[client] = "answered in another shape than the others"
             del found[client]
         return found, gradients, refused
 
-    def _odd(self, found: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-        """Clients whose answers are not of the form that most have; models must have the right length."""
+    def _inconsistent(self, found: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+        """Clients with models of the wrong length, or with other keys, types or shapes than most answers."""
         forms = {
             client: tuple(sorted((key, str(t.dtype), tuple(t.shape)) for key, t in answer.items()))
             for client, answer in found.items()
@@ -206,10 +199,3 @@ class FlowerEngine(Engine):
             return wrong
         usual = min(counts, key=lambda form: (-counts[form], form))
         return wrong + [client for client, form in forms.items() if client not in wrong and form != usual]
-
-
-def require_maker(task: Task) -> Any:
-    """How the task's network is made, for clients in other processes."""
-    if task.make is None:
-        raise EngineError("engine flower needs a task that says how its network is made (Task.made).")
-    return task.make

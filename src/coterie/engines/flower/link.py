@@ -1,8 +1,7 @@
-"""The way to the sites: who is there, and messages to them with a deadline, over Flower's Grid.
+"""The connection to the sites over Flower's Grid: discovery, identity, and messages with a deadline.
 
-Identity hangs on the key that a node was registered with (`identity="key"`): a name belongs to the key that first
-claimed it, for the whole run. Where nodes have no keys (simulation, insecure trials) a name is what a node claims, and
-belongs to it while it is connected.
+With `identity="key"` a name belongs, for the whole run, to the registered key that first claimed it. Without keys
+(simulation, insecure trials) a name belongs to the node that claims it, while that node is connected.
 """
 
 from __future__ import annotations
@@ -18,35 +17,35 @@ from typing import Any, Literal, Protocol
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from coterie.data.federation import Split
+from coterie.data.federation import SPLITS, Federation, Split
 from coterie.errors import CoterieError
 from coterie.randomness import name_keys
 
 log = logging.getLogger("coterie.flower")
 
 Identity = Literal["key", "claimed"]
-_LIVES = 60.0  # seconds that a message may wait for its node beyond the deadline
-_AGAIN = 60.0  # seconds until a node that did not say who it is is asked again
-_HELLO = 30.0  # seconds that a node may take to say who it is
+_EXTRA_TTL = 60.0  # seconds that a message stays valid after the deadline
+_RETRY = 60.0  # seconds until a node that did not identify itself is asked again
+_HELLO = 30.0  # seconds that a node has to identify itself
 
 
 class Unreachable(CoterieError):
-    """The server cannot reach the SuperLink any more."""
+    """The server has lost its connection to the SuperLink."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A client that the run knows."""
+    """A client of the run."""
 
     name: str
-    owner: str  # what its name is bound to: a fingerprint of its key, or its node
+    owner: str  # owner of the name: a key fingerprint or a node id
     train: int  # samples
     valid: int
     test: int
 
 
 class Grid(Protocol):
-    """What is used of Flower's Grid."""
+    """The methods of Flower's Grid in use."""
 
     def get_nodes(self) -> Any: ...
     def push_messages(self, messages: Any) -> Any: ...
@@ -56,19 +55,18 @@ class Grid(Protocol):
 class Link:
     """Messages to members, by name."""
 
-    def __init__(self, grid: Grid, identity: Identity, poll: float = 0.05, world: str = "") -> None:
+    def __init__(self, grid: Grid, identity: Identity, poll: float = 0.05) -> None:
         self._grid, self._identity, self._poll = grid, identity, poll
-        self.world = world  # simulation: where the data of the clients lie
-        self._node: dict[str, int] = {}  # of members that are connected
-        self._silent: dict[int, float] = {}  # nodes that did not say who they are, and when they are asked again
-        self._refused: dict[int, str] = {}  # nodes that are not let in, and why
+        self._node: dict[str, int] = {}  # connected members
+        self._silent: dict[int, float] = {}  # nodes that did not identify themselves, and when to ask again
+        self._refused: dict[int, str] = {}  # rejected nodes, and why
         self.members: dict[str, Member] = {}
         self.notes: list[str] = []
 
-    # ---- who is there ----
+    # ---- discovery ----
 
     def roll_call(self) -> list[Member]:
-        """Ask nodes that are not known who they are; the members that are new, in the order of their names."""
+        """Ask unknown nodes to identify themselves; returns the new members, sorted by name."""
         nodes = {int(node.node_id): node for node in self._grid.get_nodes()}
         self._node = {name: node for name, node in self._node.items() if node in nodes}
         self._refused = {node: why for node, why in self._refused.items() if node in nodes}
@@ -76,36 +74,36 @@ class Link:
         now = time.monotonic()
         unknown = [number for number in nodes if number not in there and self._silent.get(number, 0.0) <= now]
         new: list[Member] = []
-        hello = {number: _hello(self.world) for number in unknown}
+        hello = {number: _hello() for number in unknown}
         for number, reply in sorted(self._exchange(hello, "query", _HELLO), key=lambda pair: _claimed(pair[1])):
             if isinstance(reply, str):
-                self._silent[number] = time.monotonic() + _AGAIN  # it is asked again, but does not hold up every round
+                self._silent[number] = time.monotonic() + _RETRY  # not every round: each attempt takes up to _HELLO
                 continue
-            member = self._let_in(number, nodes[number], reply)
+            member = self._admit(number, nodes[number], reply)
             if member is not None and member.name not in self.members:
                 self.members[member.name] = member
                 new.append(member)
         return new
 
-    def _let_in(self, number: int, node: Any, reply: RecordDict) -> Member | None:
+    def _admit(self, number: int, node: Any, reply: RecordDict) -> Member | None:
         try:
-            told = json.loads(str(reply["hello"]["json"]))
-            member = Member(str(told["name"]), self._owner(number, node), *(int(told[s]) for s in _SPLITS))
+            claim = json.loads(str(reply["hello"]["json"]))
+            member = Member(str(claim["name"]), self._owner(number, node), *(int(claim[s]) for s in SPLITS))
         except (KeyError, TypeError, ValueError) as error:
-            return self._keep_out(number, f"node {number} did not say who it is ({type(error).__name__})")
+            return self._reject(number, f"node {number} did not identify itself ({type(error).__name__})")
         if not member.name or len(member.name) > 200 or not member.name.isprintable() or member.train < 1:
-            return self._keep_out(number, f"node {number} claims a name or a number of samples that cannot be")
+            return self._reject(number, f"node {number} claims an invalid name or number of samples")
         known = self.members.get(member.name)
         other = self._node.get(member.name)
         if known is not None and known.owner != member.owner and (self._identity == "key" or other is not None):
-            return self._keep_out(number, f"node {number} claims to be '{member.name}', which belongs to another one")
+            return self._reject(number, f"node {number} claims to be '{member.name}', which belongs to another node")
         claimed = [m.name for m in self.members.values() if m.owner == member.owner and m.name != member.name]
         if claimed:
-            return self._keep_out(number, f"node {number} is known as '{claimed[0]}' and claims to be '{member.name}'")
+            return self._reject(number, f"node {number} is known as '{claimed[0]}' but claims to be '{member.name}'")
         self._node[member.name] = number
-        log.info("%s is here (node %d)", member.name, number)
+        log.info("%s has connected (node %d)", member.name, number)
         if known is not None and known.owner != member.owner:
-            self.members[member.name] = member  # without keys a node that comes back is another one
+            self.members[member.name] = member  # without keys, a node that reconnects has a new id
         return member
 
     def _owner(self, number: int, node: Any) -> str:
@@ -114,31 +112,30 @@ class Link:
             return "key:" + hashlib.sha256(key).hexdigest()[:32]
         return f"node:{number}"
 
-    def _keep_out(self, number: int, why: str) -> Member | None:
+    def _reject(self, number: int, why: str) -> Member | None:
         self._refused[number] = why
         self.notes.append(why)
-        log.warning("%s; it is not let in", why)
+        log.warning("%s; it is rejected", why)
         return None
 
     @property
     def connected(self) -> list[str]:
-        """Members that are there, as of the last roll call."""
+        """Members connected at the last roll call."""
         return list(self._node)
 
-    def remember(self, members: list[Mapping[str, Any]]) -> None:
-        """The run goes on: those it knew, in their order."""
+    def restore(self, members: list[Mapping[str, Any]]) -> None:
+        """Restore the members of a resumed run, in order."""
         self.members = {str(m["name"]): Member(**m) for m in members}
 
-    def told(self) -> list[dict[str, Any]]:
+    def records(self) -> list[dict[str, Any]]:
         """The members, for the run folder."""
         return [asdict(member) for member in self.members.values()]
 
     # ---- messages ----
 
     def ask(self, contents: Mapping[str, RecordDict], kind: str, deadline: float) -> Iterator[tuple[str, Any]]:
-        """Send each member its message: yields names and replies, as they come, or a text why there is none."""
-        away = [name for name in contents if name not in self._node]
-        if away:
+        """Send each member its message; yields names with replies as they arrive, or with the reason of a failure."""
+        if any(name not in self._node for name in contents):
             self.roll_call()
         for name in contents:
             if name not in self._node:
@@ -149,44 +146,43 @@ class Link:
             yield name_of[number], reply
 
     def _exchange(self, contents: Mapping[int, RecordDict], kind: str, deadline: float) -> Iterator[tuple[int, Any]]:
-        """Push, then pull with a short poll until all have answered or the deadline has come."""
+        """Push the messages, then poll until all nodes have answered or the deadline has passed."""
         if not contents:
             return
         ends = time.monotonic() + deadline
         nodes = list(contents)
         try:
-            messages = [Message(contents[n], n, kind, ttl=deadline + _LIVES) for n in nodes]
+            messages = [Message(contents[n], n, kind, ttl=deadline + _EXTRA_TTL) for n in nodes]
             ids = list(self._grid.push_messages(messages))
             ids += [None] * (len(nodes) - len(ids))
             waiting = {str(message): node for message, node in zip(ids, nodes, strict=True) if message}
             for message, node in zip(ids, nodes, strict=True):
                 if not message:
-                    yield node, "could not be sent its message"
+                    yield node, "could not be reached"
             while waiting and time.monotonic() < ends:
                 for reply in self._grid.pull_messages(list(waiting)):
-                    # Errors that the SuperLink makes itself name no sender: what they answer tells who is meant.
+                    # The SuperLink's own errors have no sender, so match replies by the message they answer.
                     found = waiting.pop(reply.metadata.reply_to_message_id, None)
                     if found is not None:
                         yield found, _content(reply)
                 if waiting:
                     time.sleep(self._poll)
         except (OSError, RuntimeError) as error:
-            raise Unreachable(f"The SuperLink does not answer: {type(error).__name__}: {error}") from error
+            raise Unreachable(
+                f"The SuperLink does not answer ({type(error).__name__}: {error}); restart it, then resume the run."
+            ) from error
         for node in waiting.values():
             yield node, f"did not answer in {deadline:g} s"
 
 
-_SPLITS = ("train", "valid", "test")
-
-
-def _hello(world: str) -> RecordDict:
+def _hello() -> RecordDict:
     content = RecordDict()
-    content["hello"] = ConfigRecord({"world": world})
+    content["hello"] = ConfigRecord({"world": ""})  # part of the protocol; nodes ignore it
     return content
 
 
 def _claimed(reply: Any) -> str:
-    """What a node calls itself, for an order that does not hang on who was faster."""
+    """The name that a node claims, for an order that does not depend on timing."""
     try:
         return str(json.loads(str(reply["hello"]["json"]))["name"])
     except (KeyError, TypeError, ValueError):
@@ -196,19 +192,20 @@ def _claimed(reply: Any) -> str:
 def _content(reply: Any) -> Any:
     if reply.has_error():
         reason = str(reply.error.reason or "").strip().splitlines()
-        return f"failed with code {reply.error.code}: {reason[-1] if reason else 'no reason told'}"[:500]
+        return f"failed with code {reply.error.code}: {reason[-1] if reason else 'no reason given'}"[:500]
     return reply.content
 
 
-def hello_of(name: str, sizes: Mapping[str, int]) -> RecordDict:
-    """A site's answer to the question who it is."""
+def hello_of(federation: Federation, client: int) -> RecordDict:
+    """A node's answer when it is asked to identify itself: the name and sizes of its client."""
     content = RecordDict()
-    content["hello"] = ConfigRecord({"json": json.dumps({"name": name, **sizes})})
+    sizes = {split: int(federation.split(split).sizes[client]) for split in SPLITS}
+    content["hello"] = ConfigRecord({"json": json.dumps({"name": federation.names[client], **sizes})})
     return content
 
 
 def splits_of(members: Sequence[Member]) -> dict[str, Any]:
-    """Names, keys and sizes of members, as a federation has them; no data."""
+    """Names, keys and sizes of members, as fields of a federation without data."""
 
     def split(sizes: list[int]) -> Split:
         offsets = torch.tensor([0, *sizes]).cumsum(0)
@@ -218,7 +215,5 @@ def splits_of(members: Sequence[Member]) -> dict[str, Any]:
     return {
         "names": names,
         "keys": name_keys(names),
-        "train": split([m.train for m in members]),
-        "valid": split([m.valid for m in members]),
-        "test": split([m.test for m in members]),
+        **{name: split([getattr(member, name) for member in members]) for name in SPLITS},
     }

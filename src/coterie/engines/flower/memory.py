@@ -1,7 +1,7 @@
-"""What a client remembers, on its own disk: two generations, named by round.
+"""The memory of a client on its own disk: two generations, named by round.
 
-The server writes a checkpoint after each round, and may go on from the one before: then the client finds what it
-remembered before that round. A generation is one file; it is written beside the old one and renamed.
+The server writes a checkpoint after each round and may resume from the one before; the client then uses its memory
+from before that round. A generation is one file, written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -17,69 +17,63 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coterie.errors import StorageError
+from coterie.randomness import name_key
 
 _NAME = re.compile(r"(\d{8})\.([0-9a-f]*)\.safetensors")
 KEPT = 2  # generations
 
 
-def plain_name(name: str) -> str:
-    """A name as a folder may have it."""
+def folder_name(name: str) -> str:
+    """A valid and unique folder name for any name."""
     safe = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:80]
-    return safe if safe and safe == name else f"{safe}-{abs(hash_of(name)):016x}"
-
-
-def hash_of(name: str) -> int:
-    """A number of a name, the same on every machine."""
-    from coterie.randomness import name_key
-
-    return name_key(name)
+    return safe if safe and safe == name else f"{safe}-{abs(name_key(name)):016x}"
 
 
 class DiskMemory:
-    """The memory of one client in one run, as of a call of the server."""
+    """The memory of one client in one run, during one call."""
 
     def __init__(self, folder: Path, round: int, life: str, past: Mapping[str, int]) -> None:
         self._folder, self._round, self._life = folder, round, life
-        self._past = past  # earlier lives of the server, and the last round of each that still counts
+        self._past = past  # earlier server processes, and the last valid round of each
         self._held: dict[str, Tensor] | None = None
 
     def get(self, name: str, default: Tensor) -> Tensor:
-        """What the client remembers, [1, ...]; `default` if nothing."""
+        """The stored value [1, ...], or `default`."""
         return self._values().get(name, default)
 
     def put(self, name: str, value: Tensor) -> None:
-        """Let the client remember [1, ...]: on disk when this returns."""
+        """Store a value [1, ...]; it is on disk when this returns."""
         values = self._values() | {name: value.detach().cpu().contiguous().clone()}
         self._write(values)
         self._held = values
 
     def everything(self) -> dict[str, Tensor]:
-        """All that it remembers."""
+        """All stored values."""
         return dict(self._values())
 
     def replace(self, values: dict[str, Tensor]) -> None:
-        """Forget everything and remember this."""
+        """Replace all stored values."""
         self._write(values)
         self._held = dict(values)
 
     # ---- files ----
 
     def _generations(self) -> list[tuple[int, str, Path]]:
-        """Rounds, lives and files, the newest first."""
+        """Rounds, server ids and files, newest first."""
         if not self._folder.is_dir():
             return []
         found = [(_NAME.fullmatch(path.name), path) for path in self._folder.iterdir()]
         return sorted(((int(m[1]), m[2], path) for m, path in found if m), reverse=True, key=lambda g: g[0])
 
-    def _counts(self, round: int, life: str) -> bool:
-        """Whether a generation belongs to the run as it is: not what a round left that the server has taken back."""
+    def _is_valid(self, round: int, life: str) -> bool:
+        """Whether a generation belongs to the current run, and not to a round that the server has repeated since."""
         return round <= (self._round if life == self._life else self._past.get(life, -1))
 
     def _values(self) -> dict[str, Tensor]:
         if self._held is None:
             self._held = {}
             for round, life, path in self._generations():
-                if self._counts(round, life):
+                if self._is_valid(round, life):
                     self._held = self._read(path)
                     break
         return self._held
@@ -87,9 +81,11 @@ class DiskMemory:
     def _read(self, path: Path) -> dict[str, Tensor]:
         try:
             with safe_open(str(path), framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
         except Exception as error:
-            raise StorageError(f"What this client remembers cannot be read from {path}: {error}") from error
+            raise StorageError(
+                f"The memory of this client cannot be read from {path}: {error}; delete the file to start without it."
+            ) from error
 
     def _write(self, values: dict[str, Tensor]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -100,7 +96,7 @@ class DiskMemory:
             os.fsync(file.fileno())
         aside.replace(path)
         generations = self._generations()
-        mine = [g for g in generations if self._counts(g[0], g[1])]
+        mine = [g for g in generations if self._is_valid(g[0], g[1])]
         kept = {path for _, _, path in mine[:KEPT]}
         for _, _, old in generations:
             if old not in kept:

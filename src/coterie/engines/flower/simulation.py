@@ -1,7 +1,7 @@
-"""`coterie run --engine flower`: the clients are nodes of Flower's own simulation (Ray), on this machine.
+"""`coterie run --engine flower`: the clients are nodes of Flower's simulation (Ray) on this machine.
 
-The simulation runs in a thread of its own. Its ServerApp does nothing but hand out the Grid: the round loop is the one
-of every other engine, and asks over it. The simulation ends with the engine.
+The simulation runs in a thread. Its ServerApp only provides the Grid, which the usual round loop uses through the
+engine. The simulation ends with the engine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import queue
 import shutil
 import tempfile
 import threading
+import time
+import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,10 +26,10 @@ from coterie.client.block import Task
 from coterie.data.federation import Federation
 from coterie.engines.base import Engine
 from coterie.engines.flower.client import simulated_client_app
-from coterie.engines.flower.engine import FlowerEngine, FlowerSettings, require_maker
+from coterie.engines.flower.engine import FlowerEngine, FlowerSettings
 from coterie.engines.flower.link import Link
-from coterie.engines.flower.memory import DiskMemory, plain_name
-from coterie.engines.flower.world import write_world
+from coterie.engines.flower.memory import DiskMemory, folder_name
+from coterie.engines.flower.storage import save_federation
 from coterie.errors import ConfigError, EngineError
 from coterie.settings import build
 
@@ -37,14 +39,14 @@ QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_worker_niceness": "0",  # 15 by default: on a busy machine everyone else would go first
+    "RAY_worker_niceness": "0",  # the default, 15, starves workers on a busy machine
 }
-_START = 120.0  # seconds until all nodes are there
+_START = 120.0  # seconds to wait for all nodes
 _RUN = "simulation"
 
 
 class SimulatedEngine(FlowerEngine):
-    """Nodes of Flower's simulation; what they remember goes into the checkpoint: their disk is a temporary one."""
+    """The engine over a simulation; client memory is saved in checkpoints, because the clients' disk is temporary."""
 
     def __init__(self, task: Task, federation: Federation, settings: FlowerSettings, grid: Any, folder: Path) -> None:
         link = Link(grid, "claimed", settings.poll)
@@ -52,7 +54,7 @@ class SimulatedEngine(FlowerEngine):
         super().__init__(task, federation, link, settings, run=_RUN)
 
     def memory_tensors(self) -> dict[str, Tensor]:
-        """What all clients remember, as the engines in this process tell it."""
+        """The memory of all clients, in the format of the in-process engines."""
         found: dict[str, dict[int, Tensor]] = {}
         for number in range(self.num_clients):
             for name, value in self._memory(number).everything().items():
@@ -69,7 +71,7 @@ class SimulatedEngine(FlowerEngine):
         return tensors
 
     def load_memory(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put it back on the clients' disks."""
+        """Write the memory to the clients' disks."""
         names = [name.removeprefix("value.") for name in tensors if name.startswith("value.")]
         for number in range(self.num_clients):
             own = {n: tensors[f"value.{n}"][number : number + 1] for n in names if tensors[f"present.{n}"][number]}
@@ -77,25 +79,25 @@ class SimulatedEngine(FlowerEngine):
                 self._memory(number).replace({n: t.contiguous().clone() for n, t in own.items()})
 
     def _memory(self, client: int) -> DiskMemory:
-        folder = self._folder / "memory" / plain_name(_RUN) / plain_name(self.names[client])
+        folder = self._folder / "memory" / folder_name(_RUN) / folder_name(self.names[client])
         return DiskMemory(folder, self.round, self.life, self.past)
 
 
 def simulated_engine(task: Task, federation: Federation, device: str, settings: Mapping[str, Any]) -> Engine:
-    """Start Flower's simulation with a node for each client."""
+    """Start Flower's simulation with one node per client."""
     if device not in ("auto", "cpu"):
         raise ConfigError("engine flower simulates clients on the CPU; use engine vectorized for a GPU.")
     chosen = build(FlowerSettings, settings, "engine")
-    make = require_maker(task)
+    if task.make is None:
+        raise EngineError("engine flower needs a task with a model maker; build it with Task.made.")
     folder = Path(tempfile.mkdtemp(prefix="coterie-flower-"))
     try:
-        write_world(folder, federation)
-        app = simulated_client_app(make, task.loss, federation.views, str(folder))
+        save_federation(folder, federation)
+        app = simulated_client_app(task.make, task.loss, federation.views, str(folder))
         simulation = Simulation(app, len(federation), chosen.cpus, folder)
         engine = SimulatedEngine(task, federation, chosen, simulation.grid(), folder)
         weakref.finalize(engine, simulation.stop)
-        # At the end of the program Python waits for Flower's worker threads before it does anything else: they must be
-        # told before that.
+        # At exit Python first waits for Flower's worker threads, so stop them before that.
         threading._register_atexit(simulation.stop)  # type: ignore[attr-defined]
         simulation.wait_for_all(engine.link, federation.names)
     except BaseException:
@@ -121,8 +123,6 @@ class Simulation:
         self._thread.start()
 
     def _run(self, app: Any, nodes: int, cpus: int) -> None:
-        import warnings
-
         from flwr.serverapp import ServerApp
 
         server = ServerApp()
@@ -140,12 +140,12 @@ class Simulation:
                 from flwr.simulation import run_simulation
 
                 run_simulation(server, app, nodes, backend_config=config)
-        except BaseException as error:  # also what ends a process: it must not end ours
+        except BaseException as error:  # including SystemExit, which must not end this process
             self._error = error
         self._grids.put(None)
 
     def grid(self) -> Any:
-        """The way to the nodes."""
+        """Flower's Grid, once the simulation has started."""
         try:
             found = self._grids.get(timeout=_START)
         except queue.Empty:
@@ -155,17 +155,15 @@ class Simulation:
         return found
 
     def wait_for_all(self, link: Link, names: tuple[str, ...]) -> None:
-        """Until every client has said that it is there."""
-        import time
-
+        """Wait until every client has connected."""
         ends = time.monotonic() + _START
         while len(link.members) < len(names):
             if self._error is not None or time.monotonic() > ends:
-                raise EngineError(f"Only {len(link.members)} of {len(names)} simulated nodes came: {self._error}")
+                raise EngineError(f"Only {len(link.members)} of {len(names)} simulated nodes started: {self._error}")
             link.roll_call()
 
     def stop(self) -> None:
-        """End it, and wait for that; more than once does no harm."""
+        """Stop the simulation and wait for its end; may be called more than once."""
         self._done.set()
         self._thread.join(30)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,39 +1,38 @@
-"""A site: one client's data, task and memory, and the answer to any registered client step.
-
-The same block code as in process, a block of one: a `LoopEngine` over the site's own federation does the work.
-"""
+"""A site: one client's data, task and memory; it runs any registered client step with a `LoopEngine`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from flwr.app import RecordDict
-from torch import Tensor
+from torch import Tensor, nn
 
-from coterie.client.block import Block, Models, Task, find_step
+from coterie.client.block import Models, Task, find_step
 from coterie.client.work import from_dict
-from coterie.data.federation import Federation, Split, cut
+from coterie.data.federation import SPLITS, Federation, Split, cut
 from coterie.engines.flower import wire
-from coterie.engines.flower.memory import DiskMemory, plain_name
+from coterie.engines.flower.memory import DiskMemory, folder_name
 from coterie.engines.loop import LoopEngine
 from coterie.errors import CoterieError, DataError
 from coterie.nets.flat import Loss
-from coterie.nets.registry import ModelMaker
 from coterie.randomness import Rng, name_keys
 
 
 class Site:
-    """Clients of a federation, each asked by itself."""
+    """Answers requests for the clients of a federation, one at a time."""
 
-    def __init__(self, federation: Federation, make: ModelMaker, loss: Loss, folder: Path, device: str = "cpu") -> None:
+    def __init__(
+        self, federation: Federation, make: Callable[[Rng], nn.Module], loss: Loss, folder: Path, device: str = "cpu"
+    ) -> None:
         self.federation, self._make, self._loss = federation, make, loss
         self._folder, self._device = folder, device
         self._engines: dict[Any, LoopEngine] = {}
 
     def answer(self, content: RecordDict) -> RecordDict:
-        """Do what is asked; a step that raises is told in one line, as a failure of this client."""
+        """Run the requested step; if it raises, the answer is a failure with the reason."""
         call, models, payload, each = wire.read_request(content)
         if call.client not in self.federation.names:
             return wire.failure(f"this site is not '{call.client}'")
@@ -41,7 +40,7 @@ class Site:
             tensors, gradients = self._do(call, models, payload, each)
         except CoterieError as error:
             return wire.failure(str(error))
-        except Exception as error:  # a client's own code may raise anything
+        except Exception as error:  # the user's code may raise anything
             return wire.failure(f"{type(error).__name__}: {error}")
         return wire.answer(tensors, gradients)
 
@@ -51,7 +50,9 @@ class Site:
         engine = self._engine(call)
         engine.begin(call.round, call.phase)  # type: ignore[arg-type]
         client = torch.tensor([self.federation.names.index(call.client)])
-        block = self._block(engine, call, client)
+        folder = self._folder / folder_name(call.run) / folder_name(call.client)
+        memory = DiskMemory(folder, call.round, call.life, call.past)
+        block = engine.block_of(client, engine.way, Rng(call.key), memory)
         models = None
         if call.models is not None:
             table = torch.stack(sent).to(engine.device, engine.dtype)
@@ -61,14 +62,6 @@ class Site:
         with torch.no_grad(), engine.precision():
             answer = step(block, models, from_dict(call.work), **payload, **each)
         return dict(answer), block.gradients
-
-    def _block(self, engine: LoopEngine, call: wire.Call, client: Tensor) -> Block:
-        return engine.block_of(client, engine.way, Rng(call.key), self.memory(call.run, call.client, call))
-
-    def memory(self, run: str, client: str, call: wire.Call) -> DiskMemory:
-        """What that client remembers of that run, as of this call."""
-        folder = self._folder / plain_name(run) / plain_name(client)
-        return DiskMemory(folder, call.round, call.life, call.past)
 
     def _engine(self, call: wire.Call) -> LoopEngine:
         key = (call.seed, call.precision)
@@ -82,26 +75,26 @@ class Site:
 
 
 def one_client(name: str, data: Any, num_classes: int) -> Federation:
-    """The federation of one site from what its `load_data` gave.
+    """The federation of one site from the result of its `load_data`.
 
-    That is a federation of one client, a pair (x, y), of which the last share is held out for testing, or a dict with
-    pairs "train" and "test" and, if there is one, "valid".
+    That is a federation of one client, a pair (x, y), whose last samples are held out for testing, or a dict with
+    pairs "train", "test" and optionally "valid".
     """
     if isinstance(data, Federation):
         if len(data) != 1:
-            raise DataError(f"load_data must give the data of one client. Got a federation of {len(data)} instead.")
+            raise DataError(f"load_data must return the data of one client. Got a federation of {len(data)} instead.")
         return data
     if isinstance(data, tuple | list) and len(data) == 2:
         return Federation.from_clients({name: (data[0], data[1])}, num_classes=num_classes)
     if not isinstance(data, dict) or "train" not in data:
-        raise DataError("load_data must give (x, y), or a dict with 'train' and 'test', each (x, y).")
-    parts = {split: data.get(split) for split in ("train", "valid", "test")}
+        raise DataError("load_data must return (x, y), or a dict with 'train' and 'test', each (x, y).")
+    parts = {split: data.get(split) for split in SPLITS}
     unknown = [split for split in data if split not in parts]
     if unknown:
-        raise DataError(f"load_data gave '{unknown[0]}'; known: train, valid, test.")
+        raise DataError(f"load_data returned an unknown split '{unknown[0]}'; use train, valid and test.")
     pairs = [(torch.as_tensor(p[0]), torch.as_tensor(p[1])) for p in parts.values() if p is not None]
     if any(len(x) != len(y) for x, y in pairs):
-        raise DataError("load_data gave samples and labels of different numbers.")
+        raise DataError("load_data returned different numbers of samples and labels; return one label per sample.")
     x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
     rows, start = {}, 0
     for split, part in parts.items():

@@ -1,4 +1,4 @@
-"""A federation in a folder, for the processes of a simulation: tensors as safetensors, the rest as JSON."""
+"""A federation stored in a folder, for the processes of a simulation."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from coterie.client.block import step_modules
-from coterie.data.federation import Federation, Move, Split
+from coterie.data.federation import SPLITS, Federation, Move, Split
 from coterie.data.transforms import View
 
-_SPLITS = ("train", "valid", "test")
 
-
-def write_world(folder: Path, federation: Federation) -> None:
-    """Write everything but the views, which are code."""
+def save_federation(folder: Path, federation: Federation) -> None:
+    """Store everything but the views, which are code."""
     tensors: dict[str, Tensor] = {"x": federation.x, "y": federation.y, "keys": federation.keys}
     tensors["view"] = federation.view_of(torch.arange(len(federation)))
-    for name in _SPLITS:
-        split = federation.split(name)  # type: ignore[arg-type]
+    for name in SPLITS:
+        split = federation.split(name)
         tensors |= {f"{name}.index": split.index, f"{name}.offsets": split.offsets, f"{name}.shard": split.shard}
     for number, move in enumerate(federation.moves):
         tensors |= {f"move.{number}.view": move.view, f"move.{number}.groups": move.groups}
@@ -41,11 +39,11 @@ def write_world(folder: Path, federation: Federation) -> None:
     (folder / "federation.json").write_text(json.dumps(plain))
 
 
-def read_world(folder: Path, views: Sequence[View]) -> Federation:
-    """The federation that was written there, seen through these views."""
+def load_federation(folder: Path, views: Sequence[View]) -> Federation:
+    """Load the federation stored in a folder, with these views."""
     plain = json.loads((folder / "federation.json").read_text())
     tensors = load_file(str(folder / "federation.safetensors"))
-    for module in plain.pop("steps"):  # the folder is this user's own: the simulation that wrote it runs the same steps
+    for module in plain.pop("steps"):  # safe to import: this simulation wrote the folder
         importlib.import_module(module)
 
     def split(name: str) -> Split:
