@@ -188,7 +188,7 @@ def test_unknown_work():
         (SGD(steps=0), "steps of SGD must be an int >= 1 or None. Got 0 instead."),
         (SGD(batch_size="all"), "batch_size of SGD must be an int >= 1 or 'full'. Got 'all' instead."),
         (SGD(lr_decay=1.1), "lr_decay of SGD must be a number > 0 and <= 1. Got 1.1 instead."),
-        (SGD(optimizer=3), "optimizer of SGD must be a word. Got 3 instead."),
+        (SGD(optimizer=3), "optimizer of SGD must be a string. Got 3 instead."),
         (SGD(beta1=1.0), "beta1 of SGD must be a number >= 0 and < 1. Got 1.0 instead."),
         (SGD(eps=0.0), "eps of SGD must be a number > 0. Got 0.0 instead."),
         (SGD(clip_norm=0.0), "clip_norm of SGD must be a number > 0 or nothing. Got 0.0 instead."),

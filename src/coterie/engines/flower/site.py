@@ -12,7 +12,9 @@ import torch
 from flwr.app import RecordDict
 from torch import Tensor
 
-from coterie.client.block import Block, Models, Task, find_step
+from coterie.client.block import Block, Models
+from coterie.client.steps import find_step
+from coterie.client.task import Task
 from coterie.client.work import from_dict
 from coterie.data.federation import Federation, Split, cut
 from coterie.engines.flower import wire
@@ -63,7 +65,7 @@ class Site:
         return dict(answer), block.gradients
 
     def _block(self, engine: LoopEngine, call: wire.Call, client: Tensor) -> Block:
-        return engine.block_of(client, engine.way, Rng(call.key), self.memory(call.run, call.client, call))
+        return engine.block_of(client, engine.plan, Rng(call.key), self.memory(call.run, call.client, call))
 
     def memory(self, run: str, client: str, call: wire.Call) -> DiskMemory:
         """What that client remembers of that run, as of this call."""
