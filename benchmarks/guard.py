@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from pool import Row, run_all
 
-from coterie.client.block import train
+from coterie.client.steps import train
 from coterie.engines import make_engine
 from coterie.methods.parts.clustering import CenterSums
 from coterie.randomness import Rng

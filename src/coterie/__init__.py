@@ -21,14 +21,14 @@ __version__ = VERSION
 if TYPE_CHECKING:
     from coterie.api import Result as Result
     from coterie.api import run as run
-    from coterie.client.block import Answer as Answer
     from coterie.client.block import Block as Block
     from coterie.client.block import Models as Models
-    from coterie.client.block import client_step as client_step
     from coterie.client.block import take as take
-    from coterie.client.block import train as train
     from coterie.client.optimizers import Optimizer as Optimizer
     from coterie.client.optimizers import register_optimizer as register_optimizer
+    from coterie.client.steps import Answer as Answer
+    from coterie.client.steps import client_step as client_step
+    from coterie.client.steps import train as train
     from coterie.client.work import SGD as SGD
     from coterie.client.work import Proximal as Proximal
     from coterie.data.dataset import Dataset as Dataset
@@ -51,8 +51,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": ("Result", "run"),
-    "client.block": ("Answer", "Block", "Models", "client_step", "take", "train"),
+    "client.block": ("Block", "Models", "take"),
     "client.optimizers": ("Optimizer", "register_optimizer"),
+    "client.steps": ("Answer", "client_step", "train"),
     "client.work": ("SGD", "Proximal"),
     "data.dataset": ("Dataset",),
     "data.federation": ("Federation",),

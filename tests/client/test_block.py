@@ -9,8 +9,9 @@ import pytest
 import torch
 from sklearn.metrics import f1_score
 
-from coterie.client.block import Answer, Block, Models, client_step, evaluate, find_step, step_name, take
-from coterie.client.stack import BatchPlan, DeviceData
+from coterie.client.batches import DeviceData, StepCounts
+from coterie.client.block import Block, Models, take
+from coterie.client.steps import Answer, client_step, evaluate, find_step, step_name
 from coterie.client.work import SGD
 from coterie.data.federation import Federation
 from coterie.data.transforms import Rotate
@@ -33,7 +34,7 @@ def engine_of(federation=None, name="vectorized", **changes):
 def one_stack(federation=None, **changes):
     """An engine whose clients make their steps side by side in one stack, so that batches can be watched."""
     engine = engine_of(federation, engine_settings={"precision": "float64", "plan": "stacked"}, **changes)
-    engine.way.each = lambda function, plan: function(slice(0, len(plan.sizes)))
+    engine.plan.each = lambda function, counts: function(slice(0, len(counts.sizes)))
     return engine
 
 
@@ -141,15 +142,15 @@ def test_training_equals_a_plain_loop_of_torch():
     block = block_of(engine)
     start = random_models(engine, 1).expand(len(block), -1)
     seen = []
-    original = engine.way.kernel.gradients
+    original = engine.plan.kernel.gradients
 
     def watch(params, buffers, x, y, mask, keys):
         seen.append((x, y, mask))
         return original(params, buffers, x, y, mask, keys)
 
-    engine.way.kernel.gradients = watch
+    engine.plan.kernel.gradients = watch
     trained = block.train(start, WORK)
-    order = BatchPlan(engine.federation.train.sizes[block.clients], WORK).order
+    order = StepCounts(engine.federation.train.sizes[block.clients], WORK).order
     for place in (0, 3, len(block) - 1):
         position = int(order[place])
         module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
@@ -177,17 +178,17 @@ def test_each_epoch_takes_every_sample_once():
     engine = one_stack(numbered, model="mclr", model_settings={})
     block = block_of(engine)
     taken = []
-    original = engine.way.kernel.gradients
+    original = engine.plan.kernel.gradients
 
     def watch(params, buffers, x, y, mask, keys):
         real = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
         taken.append([x[i, real[i], 0].long().tolist() for i in range(len(x))])
         return original(params, buffers, x, y, mask, keys)
 
-    engine.way.kernel.gradients = watch
+    engine.plan.kernel.gradients = watch
     block.train(block.initial, SGD(epochs=3, batch_size=4))
     sizes = federation.train.sizes[block.clients]
-    order = BatchPlan(sizes, SGD(epochs=3, batch_size=4)).order
+    order = StepCounts(sizes, SGD(epochs=3, batch_size=4)).order
     for place, position in enumerate(order.tolist()):
         client = int(block.clients[position])
         steps = [step[place] for step in taken if place < len(step)]
@@ -205,8 +206,8 @@ def test_number_of_steps(work):
     engine = one_stack()
     block = block_of(engine)
     steps = []
-    original = engine.way.kernel.gradients
-    engine.way.kernel.gradients = lambda *args: steps.append(args[2].shape) or original(*args)
+    original = engine.plan.kernel.gradients
+    engine.plan.kernel.gradients = lambda *args: steps.append(args[2].shape) or original(*args)
     block.train(block.initial, work)
     assert len(steps) == (work.steps or work.epochs)
     assert all(shape[0] == len(block) for shape in steps)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from coterie.client.block import step_modules
+from coterie.client.batches import StepCounts
 from coterie.client.optimizers import MomentumSGD, Optimizer, find_optimizer, move, optimizers, register_optimizer
-from coterie.client.stack import BatchPlan, Way
+from coterie.client.stack import Plan
+from coterie.client.steps import step_modules
 from coterie.client.work import SGD, Corrected, FirstOrderMAML, Proximal
 from coterie.engines import make_engine
-from coterie.engines.kernels.graphs import BesideKernel, GraphWay
+from coterie.engines.kernels.graphs import BesideKernel, GraphPlan
 from coterie.engines.kernels.layers import LayerKernel
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.engines.kernels.stacked import StackedKernel
@@ -20,13 +21,13 @@ from coterie.methods.fedavg import FedAvg
 from coterie.randomness import Rng
 from tests.helpers import setup_of
 
-WAYS = {
-    "loop": lambda e: Way("loop", PlainKernel(e.network, e.task.loss)),
-    "beside": lambda e: Way("loop", BesideKernel(e.network, e.task.loss)),
-    "stacked": lambda e: Way("stacked", StackedKernel(e.network, e.task.loss), 99),
-    "layers": lambda e: Way("layers", LayerKernel.of(e.network, e.task.loss), 4),
-    "stacked+graph": lambda e: GraphWay("stacked+graph", StackedKernel(e.network, e.task.loss), 99),
-    "loop+graph": lambda e: GraphWay("loop+graph", PlainKernel(e.network, e.task.loss), 4),
+PLANS = {
+    "loop": lambda e: Plan("loop", PlainKernel(e.network, e.task.loss)),
+    "beside": lambda e: Plan("loop", BesideKernel(e.network, e.task.loss)),
+    "stacked": lambda e: Plan("stacked", StackedKernel(e.network, e.task.loss), 99),
+    "layers": lambda e: Plan("layers", LayerKernel.of(e.network, e.task.loss), 4),
+    "stacked+graph": lambda e: GraphPlan("stacked+graph", StackedKernel(e.network, e.task.loss), 99),
+    "loop+graph": lambda e: GraphPlan("loop+graph", PlainKernel(e.network, e.task.loss), 4),
 }
 TORCHS = {
     "sgd": (SGD(lr=0.1, momentum=0.9, weight_decay=0.01), torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
@@ -45,11 +46,11 @@ def engine_of(work, model="mlp", settings=None):
     return engine
 
 
-def trained(engine, way, work):
+def trained(engine, plan, work):
     """Everyone trained from the first weights: [N, P]."""
     start = engine.initial().repeat(engine.num_clients, 1)
     with torch.no_grad():
-        return engine.block_of(torch.arange(engine.num_clients), way, Rng.seed(3)).train(start, work)
+        return engine.block_of(torch.arange(engine.num_clients), plan, Rng.seed(3)).train(start, work)
 
 
 def by_torch(engine, work, kind, options):
@@ -71,18 +72,18 @@ def by_torch(engine, work, kind, options):
 
 
 def steps_of(engine, work):
-    plan = BatchPlan(engine.federation.train.sizes, work)
-    return plan.steps[torch.argsort(plan.order)].tolist()
+    counts = StepCounts(engine.federation.train.sizes, work)
+    return counts.steps[torch.argsort(counts.order)].tolist()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", TORCHS)
-def test_every_way_makes_torchs_steps(name, way):
+def test_every_plan_makes_torchs_steps(name, plan):
     work, kind, options = TORCHS[name]
     work = SGD(**{**vars(work), "batch_size": "full", "epochs": 4})
     engine = engine_of(work)
     expected = by_torch(engine, work, kind, options)
-    assert (trained(engine, WAYS[way](engine), work) - expected).abs().max() < 1e-12
+    assert (trained(engine, PLANS[plan](engine), work) - expected).abs().max() < 1e-12
 
 
 def small_cnn(input_shape, outputs):
@@ -111,15 +112,15 @@ RAGGED = {
 }
 
 
-@pytest.mark.parametrize("way", ["beside", "stacked", "stacked+graph", "loop+graph"])
+@pytest.mark.parametrize("plan", ["beside", "stacked", "stacked+graph", "loop+graph"])
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize("model", [small_cnn, Sums])
-def test_ragged_clients_stand_still_with_their_state(model, name, way):
+def test_ragged_clients_stand_still_with_their_state(model, name, plan):
     work = RAGGED[name]
     engine = engine_of(work, model)
     assert len(set(steps_of(engine, work))) > 1
-    expected = trained(engine, WAYS["loop"](engine), work)
-    made = WAYS[way](engine)
+    expected = trained(engine, PLANS["loop"](engine), work)
+    made = PLANS[plan](engine)
     for _ in range(2):  # state is fresh in each call
         assert torch.allclose(trained(engine, made, work), expected, rtol=1e-9, atol=1e-12)
 
@@ -128,12 +129,12 @@ def test_ragged_clients_stand_still_with_their_state(model, name, way):
 def test_a_learning_rate_on_the_device(name):
     work = RAGGED[name]
     engine = engine_of(work, small_cnn)
-    way = WAYS["stacked+graph"](engine)
+    plan = PLANS["stacked+graph"](engine)
     for lr in (0.01, 0.003, 0.02):  # from the second on it lies on the device
         now = type(work)(**{**vars(work), "lr": lr})
-        expected = trained(engine, WAYS["loop"](engine), now)
-        assert torch.allclose(trained(engine, way, now), expected, rtol=1e-9, atol=1e-12)
-    assert all(isinstance(static._lr, torch.Tensor) for static in way._made.values())
+        expected = trained(engine, PLANS["loop"](engine), now)
+        assert torch.allclose(trained(engine, plan, now), expected, rtol=1e-9, atol=1e-12)
+    assert all(isinstance(static._lr, torch.Tensor) for static in plan._made.values())
 
 
 @pytest.mark.gpu
@@ -148,7 +149,7 @@ def test_on_a_gpu_every_plan_equals_the_loop(name, plan):
         engine = make_engine(kind, setup.task(), setup.federation(), "cuda", {"precision": "float64", **settings})
         for lr in (0.01, 0.01, 0.003, 0.002):  # recorded, replayed, recorded with lr on the device, replayed
             work = type(RAGGED[name])(**{**vars(RAGGED[name]), "lr": lr})
-            result = trained(engine, engine.way, work)
+            result = trained(engine, engine.plan, work)
         found.append(result.cpu())
     assert torch.allclose(*found, rtol=1e-8, atol=1e-10)
 
@@ -159,9 +160,9 @@ def test_plans_without_the_optimizer_are_skipped_and_the_run_says_so():
         return make_engine("vectorized", setup.task(), setup.federation(), "cpu", {"plan": plan, "workers": 2})
 
     made = engine(SGD(optimizer="adam"))
-    assert made.way.name in ("stacked", "loop")
+    assert made.plan.name in ("stacked", "loop")
     assert made.notes == [
-        f"optimizer adam: the plans native and layers are for SGD; using {made.way.name}",
+        f"optimizer adam: the plans native and layers are for SGD; using {made.plan.name}",
     ]
     assert engine(SGD(clip_norm=2.0), "stacked").notes == [
         "clip_norm: the plans native and layers do not clip; using stacked"
@@ -196,10 +197,10 @@ class HalfStep(Optimizer):
 def test_a_users_own_optimizer_is_module_and_class():
     name = f"{__name__}:HalfStep"
     engine = engine_of(SGD(lr=0.2))
-    expected = trained(engine, WAYS["loop"](engine), SGD(lr=0.1))
+    expected = trained(engine, PLANS["loop"](engine), SGD(lr=0.1))
     work = SGD(lr=0.2, optimizer=name).for_run(5)
-    for way in ("loop", "stacked", "loop+graph"):
-        assert torch.allclose(trained(engine, WAYS[way](engine), work), expected, rtol=1e-12)
+    for plan in ("loop", "stacked", "loop+graph"):
+        assert torch.allclose(trained(engine, PLANS[plan](engine), work), expected, rtol=1e-12)
 
 
 class OwnNames(MomentumSGD):
@@ -216,10 +217,10 @@ class OwnNames(MomentumSGD):
 def test_state_may_have_any_name():
     engine = engine_of(SGD())
     work = SGD(lr=0.1, momentum=0.9)
-    expected = trained(engine, WAYS["loop"](engine), work)
+    expected = trained(engine, PLANS["loop"](engine), work)
     own = SGD(lr=0.1, momentum=0.9, optimizer=f"{__name__}:OwnNames").for_run(5)
-    for way in ("loop", "stacked", "loop+graph"):
-        assert torch.allclose(trained(engine, WAYS[way](engine), own), expected, rtol=1e-12)
+    for plan in ("loop", "stacked", "loop+graph"):
+        assert torch.allclose(trained(engine, PLANS[plan](engine), own), expected, rtol=1e-12)
 
 
 def test_other_processes_are_told_the_modules_of_optimizers():

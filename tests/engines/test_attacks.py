@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import coterie
-from coterie.client.block import Answer, Models
+from coterie.client.block import Models
+from coterie.client.steps import Answer
 from coterie.engines.attacks import Attack
 from coterie.engines.base import too_large
 from coterie.errors import ConfigError

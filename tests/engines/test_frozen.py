@@ -10,7 +10,7 @@ from torch import nn
 
 from coterie.client.work import SGD
 from coterie.engines import make_engine
-from coterie.engines.kernels.graphs import GraphWay
+from coterie.engines.kernels.graphs import GraphPlan
 from coterie.engines.kernels.layers import LayerKernel
 from coterie.engines.kernels.native import NativeKernel
 from coterie.engines.kernels.stacked import StackedKernel
@@ -76,9 +76,9 @@ def test_recorded_steps_equal_the_loop():
     engine = make_engine("loop", setup(frozen_norm).task(), setup(frozen_norm).federation(), "cpu", {})
     engine.data._may_render = 1 << 30
     start, found = engine.initial().repeat(9, 1), []
-    for way in (engine.way, GraphWay("stacked+graph", StackedKernel(engine.network, engine.task.loss), 99)):
+    for plan in (engine.plan, GraphPlan("stacked+graph", StackedKernel(engine.network, engine.task.loss), 99)):
         with torch.no_grad():
-            found.append(engine.block_of(torch.arange(9), way, Rng.seed(3)).train(start, SGD(batch_size=5)))
+            found.append(engine.block_of(torch.arange(9), plan, Rng.seed(3)).train(start, SGD(batch_size=5)))
     assert torch.allclose(*found, rtol=1e-4, atol=1e-6)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coterie.client.block import Answer, client_step, train
+from coterie.client.steps import Answer, client_step, train
 from coterie.engines import make_engine
 from coterie.engines.base import available_memory, resolve_device
 from coterie.errors import ConfigError, EngineError, UnknownName

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from coterie.client.block import train
+from coterie.client.steps import train
 from coterie.engines.mock import MockEngine
 from coterie.randomness import Rng
 

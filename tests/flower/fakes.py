@@ -11,7 +11,7 @@ from uuid import uuid4
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from coterie.client.block import Task
+from coterie.client.task import Task
 from coterie.data.federation import Federation
 from coterie.engines.flower.client import simulated_client_app
 from coterie.engines.flower.engine import FlowerEngine, FlowerSettings

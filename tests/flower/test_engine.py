@@ -13,7 +13,7 @@ pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
 
 from flwr.app import Array, ArrayRecord
 
-from coterie.client.block import train
+from coterie.client.steps import train
 from coterie.engines import make_engine
 from coterie.methods.base import algorithms, find_algorithm
 from coterie.randomness import Rng

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 import coterie
-from coterie.client.block import adapt
+from coterie.client.steps import adapt
 from coterie.client.work import SGD, FirstOrderMAML
 from coterie.engines.mock import MockEngine
 from coterie.errors import ConfigError
@@ -238,7 +238,7 @@ def recorded_batches(method, work, client):
     """Inputs and labels of every gradient that one client computes in a round, in order."""
     trainer = trainer_of(setup_of(method, work=work, engine="loop"))
     trainer._start()
-    kernel, seen = trainer.engine.way.kernel, []
+    kernel, seen = trainer.engine.plan.kernel, []
     plain = kernel.gradients
 
     def gradients(params, buffers, x, y, mask, keys):

@@ -90,7 +90,7 @@ def test_mixes_and_then_trains():
     run._round(1)
     models = run.state.models + 0.3 * torch.randn(9, run.state.models.shape[1], dtype=torch.float64)
     run.state = replace(run.state, models=models)
-    from coterie.client.block import OWN_MODEL
+    from coterie.client.steps import OWN_MODEL
 
     run.engine.memory.put(OWN_MODEL, torch.arange(9), models)
     before = run.state.affinity.clone()

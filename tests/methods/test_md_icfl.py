@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import coterie
-from coterie.client.block import Answer
+from coterie.client.steps import Answer
 from coterie.engines.base import Chunk
 from coterie.engines.mock import MockEngine
 from coterie.errors import ConfigError

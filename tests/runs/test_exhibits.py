@@ -100,7 +100,7 @@ def test_a_method_that_sends_no_models_leaves_no_sketches(tmp_path: Path):
 
 def test_repairs_are_not_listened_to():
     trainer = trainer_of(setup_of(find_algorithm("fedavg")()))
-    from coterie.client.block import train
+    from coterie.client.steps import train
 
     heard = listening(trainer.engine, trainer.sketches)
     models, refs = trainer.engine.initial().unsqueeze(0), torch.zeros(2, dtype=torch.int64)

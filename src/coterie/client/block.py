@@ -7,87 +7,21 @@ computes gradients and outputs for a stack of models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, overload
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from coterie.client.optimizers import optimizers
-from coterie.client.stack import Batches, BatchPlan, DeviceData, Job, Way
+from coterie.client.batches import Batches, DeviceData, StepCounts
+from coterie.client.stack import Job, Plan
+from coterie.client.task import Task
 from coterie.client.work import SGD
-from coterie.data.federation import Federation, Split, SplitName
-from coterie.errors import ConfigError, ModelError
-from coterie.nets.flat import Layout, Loss, Network, flatten
+from coterie.data.federation import Split, SplitName
+from coterie.errors import ConfigError
+from coterie.nets.flat import Loss
 from coterie.randomness import Rng, mix
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is learned: a network, a loss, and how a client works on it."""
-
-    module: nn.Module
-    layout: Layout
-    initial: Tensor  # [P], the common start of the run, on the CPU
-    loss: Loss
-    num_classes: int  # 0 for regression
-    input_shape: tuple[int, ...]  # of one sample
-    work: SGD
-    draw: Callable[[Rng], Tensor]  # other first weights of the same network, [P]
-    make: Callable[[Rng], nn.Module] | None = None  # the network anew; where clients are other processes
-    seed: int = 0  # that `initial` was made from
-
-    @classmethod
-    def made(
-        cls,
-        make: Callable[[Rng], nn.Module],
-        seed: int,
-        loss: Loss,
-        num_classes: int,
-        input_shape: tuple[int, ...],
-        work: SGD,
-    ) -> Task:
-        """The task of a run with this seed: every side of it makes the same first weights by itself."""
-        module = make(Rng.seed(seed).at("model"))
-        return cls(
-            module=module,
-            layout=Layout.of(module),
-            initial=flatten(module),
-            loss=loss,
-            num_classes=num_classes,
-            input_shape=input_shape,
-            work=work,
-            draw=lambda point: flatten(make(point)),
-            make=make,
-            seed=seed,
-        )
-
-
-class Answer(Mapping[str, Tensor]):
-    """Named tensors [c, ...], one row for each client; `answer.params` is `answer["params"]`."""
-
-    def __init__(self, **tensors: Tensor) -> None:
-        taken = [name for name in tensors if hasattr(Mapping, name)]
-        if taken:
-            raise ConfigError(f"An answer cannot have a tensor named '{taken[0]}'; choose another name.")
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __getattr__(self, name: str) -> Tensor:
-        tensors = self.__dict__.get("_tensors", {})
-        if name not in tensors:
-            raise AttributeError(f"the answer has no '{name}'; it has {', '.join(tensors) or 'nothing'}")
-        found: Tensor = tensors[name]
-        return found
 
 
 @dataclass(frozen=True)
@@ -129,7 +63,7 @@ class Block:
         clients: Tensor,
         data: DeviceData,
         task: Task,
-        way: Way,
+        plan: Plan,
         memory: Memory,
         rng: Rng,
         samples_at_once: int,
@@ -138,8 +72,8 @@ class Block:
         self.task = task
         self.memory = memory
         self._data = data
-        self._way = way
-        self._kernel = way.kernel
+        self._plan = plan
+        self._kernel = plan.kernel
         self._keys = rng.keys(data.federation.keys[clients].to(data.device))  # [c]
         self._at_once = samples_at_once
         self._view = data.federation.view_of(clients)  # [c]
@@ -169,8 +103,8 @@ class Block:
 
         `extras` are per-client tensors [c, ...] that the work knows (`prox`).
         """
-        plan = BatchPlan(self._sizes("train"), work)
-        self.gradients += plan.num_samples * work.gradients
+        counts = StepCounts(self._sizes("train"), work)
+        self.gradients += counts.num_samples * work.gradients
         sent = start if isinstance(start, Models) else Models(start, torch.arange(len(self), device=start.device))
         device = sent.table.device
         in_order = torch.empty(len(self), self.task.layout.size, dtype=sent.table.dtype, device=device)
@@ -179,7 +113,7 @@ class Block:
         self._data.rendered()  # now, and not by several threads at once
 
         def one(which: slice) -> None:
-            part = plan.part(which)
+            part = counts.part(which)
             order = part.order.to(device)
             keys = [None if work.batch_size == "full" else stream[order] for stream in streams]
             batches = [Batches(self._data, self.clients[part.order], part, key) for key in keys]
@@ -187,12 +121,12 @@ class Block:
             refs = sent.refs[order]
             same = len(refs) == 1 or len(sent.table) == 1  # then nothing is copied
             begun = sent.table[int(refs[0])].expand(len(refs), -1) if same else sent.table[refs]
-            self._way.train(Job(self.task.layout, begun, in_order[which], work, part, batches, dropout[order], own))
+            self._plan.train(Job(self.task.layout, begun, in_order[which], work, part, batches, dropout[order], own))
 
-        self._way.each(one, plan)
-        back = torch.empty_like(plan.order)
-        back[plan.order] = torch.arange(len(back))
-        return in_order if torch.equal(back, plan.order) else in_order[back.to(device)]
+        self._plan.each(one, counts)
+        back = torch.empty_like(counts.order)
+        back[counts.order] = torch.arange(len(back))
+        return in_order if torch.equal(back, counts.order) else in_order[back.to(device)]
 
     def gradient(self, params: Tensor) -> tuple[Tensor, Tensor]:
         """Gradient of the mean loss over all training samples, and the float buffers after it.
@@ -360,127 +294,3 @@ def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
 
 def _segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=lengths, initial=0.0)
-
-
-ClientStep = Callable[..., Answer]
-
-_STEPS: dict[str, ClientStep] = {}
-
-
-@overload
-def client_step(name: ClientStep) -> ClientStep: ...
-@overload
-def client_step(name: str) -> Callable[[ClientStep], ClientStep]: ...
-def client_step(name: str | ClientStep) -> ClientStep | Callable[[ClientStep], ClientStep]:
-    """Decorator: register a client step under the name it has on the wire; code never travels.
-
-    `@client_step("package:step")` sets the name. Plain `@client_step` uses `module:function`. Dropout draws and Flower
-    messages depend on the name, so a step that moves to another file keeps the name it was given.
-    """
-    if not isinstance(name, str):
-        return client_step(f"{name.__module__}:{name.__qualname__}")(name)
-
-    def register(function: ClientStep) -> ClientStep:
-        _STEPS[name] = function
-        function.wire_name = name  # type: ignore[attr-defined]
-        return function
-
-    return register
-
-
-def step_name(function: ClientStep) -> str:
-    """The name of a step on the wire."""
-    return getattr(function, "wire_name", None) or f"{function.__module__}:{function.__qualname__}"
-
-
-def find_step(name: str) -> ClientStep:
-    """The registered step of that name. Nothing is imported: a message must not choose what a site runs."""
-    if name not in _STEPS:
-        raise ConfigError(f"There is no client step '{name}' here. Import the module that defines it first.")
-    return _STEPS[name]
-
-
-def step_modules() -> list[str]:
-    """The modules that define the registered steps and optimizers, for other processes of the same user."""
-    return sorted({thing.__module__ for thing in (*_STEPS.values(), *optimizers().values())})
-
-
-# ---- ready-made steps ----
-
-OWN_MODEL = "model"
-"""The name under which a client remembers a model of its own."""
-
-
-@client_step("coterie.block:train")
-def train(block: Block, models: Models, work: SGD) -> Answer:
-    """Train the model that was sent."""
-    return Answer(params=block.train(models, work), samples=block.samples)
-
-
-@client_step("coterie.block:evaluate")
-def evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
-    """Scores on the client's test samples: of the model that was sent, or of its own if none was."""
-    return Answer(**block.evaluate(_sent_or_own(block, models)))
-
-
-@client_step("coterie.block:evaluate_privately")
-def evaluate_privately(block: Block, models: Models | None, work: SGD) -> Answer:
-    """As `evaluate`, but only accuracy and F1 leave the client: no loss, no number of samples."""
-    scores = block.evaluate(_sent_or_own(block, models))
-    return Answer(**{name: values for name, values in scores.items() if name in ("accuracy", "f1")})
-
-
-@client_step("coterie.block:adapt_and_evaluate")
-def adapt_and_evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
-    """As `evaluate`, after adapting the model on the client's training samples."""
-    return Answer(**block.evaluate(adapt(block, models, work).params))
-
-
-@client_step("coterie.block:adapt")
-def adapt(block: Block, models: Models | None, work: SGD) -> Answer:
-    """The client's personal model: the one that was sent, or its own, after some work on its training samples."""
-    return Answer(params=block.train(own_model(block, models, work).params, work))
-
-
-@client_step("coterie.block:own_model")
-def own_model(block: Block, models: Models | None, work: SGD) -> Answer:
-    """The client's personal model as it is."""
-    found = _sent_or_own(block, models)
-    return Answer(params=found.rows() if isinstance(found, Models) else found)
-
-
-@client_step("coterie.block:label_counts")
-def label_counts(block: Block, models: Models | None, work: SGD) -> Answer:
-    """How many training samples of each class the client has."""
-    return Answer(counts=block.label_counts())
-
-
-def _sent_or_own(block: Block, models: Models | None) -> Models | Tensor:
-    return block.memory.get(OWN_MODEL, block.initial) if models is None else models
-
-
-def check_network(network: Network, task: Task, federation: Federation) -> None:
-    """Refuse early, in one sentence, a network that cannot take the data or name all classes."""
-    name = type(task.module).__name__
-    x, y = federation.samples(0)
-    x = x[:2].to(network.device, network.dtype)
-    try:
-        with torch.no_grad():
-            outputs = network(task.layout.unpack(task.initial.to(network.device, network.dtype)), x)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"{name} cannot take samples of shape {federation.input_shape}: {reason}") from error
-    if outputs.shape[0] != len(x):
-        raise ModelError(f"{name} gives {tuple(outputs.shape)} for {len(x)} samples; the first axis must stay.")
-    if task.num_classes and (outputs.dim() < 2 or outputs.shape[1] < task.num_classes):
-        raise ModelError(
-            f"{name} has {outputs.shape[1] if outputs.dim() > 1 else 1} outputs, but {federation.name} has labels "
-            f"up to {task.num_classes - 1}: it needs {task.num_classes} outputs."
-        )
-    try:
-        losses = task.loss(outputs, y[:2].to(network.device))
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"The loss cannot take outputs of shape {tuple(outputs.shape)}: {reason}") from error
-    if losses.shape != (len(x),):
-        raise ModelError(f"The loss must give one number for each sample. Got shape {tuple(losses.shape)} instead.")

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from coterie.client.block import Task
 from coterie.client.settings import WorkSettings
+from coterie.client.task import Task
 from coterie.data.federation import SPLITS, Federation
 from coterie.deploy.client import classes_of, loss_of, maker_of
 from coterie.engines.flower.engine import FlowerEngine, FlowerSettings

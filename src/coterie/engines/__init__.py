@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from coterie.errors import UnknownName
 
 if TYPE_CHECKING:  # the names of the engines are needed where torch is not
-    from coterie.client.block import Task
+    from coterie.client.task import Task
     from coterie.data.federation import Federation
     from coterie.engines.base import Engine
 

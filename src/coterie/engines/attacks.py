@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coterie.client.block import Answer, Models, take
+from coterie.client.block import Models, take
+from coterie.client.steps import Answer
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError
 from coterie.randomness import Rng, normal, uniform

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.client.block import Answer, ClientStep, Models, Task, step_name
+from coterie.client.block import Models
+from coterie.client.steps import Answer, ClientStep, step_name
+from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.federation import Federation
 from coterie.engines.attacks import Attack

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.client.block import Answer, Block, Memory, Task, check_network
-from coterie.client.stack import DeviceData, Way
+from coterie.client.batches import DeviceData
+from coterie.client.block import Block, Memory
+from coterie.client.stack import Plan
+from coterie.client.steps import Answer
+from coterie.client.task import Task, check_network
 from coterie.client.work import SGD
 from coterie.data.federation import Federation
 from coterie.engines.base import Engine, Reply, Request, available_memory, plain_name, resolve_device
@@ -147,7 +150,7 @@ class InProcessEngine(Engine):
         per_sample = 3 * self._activations * self._itemsize
         self._samples_at_once = int(min(max(1, self.memory_budget() // 2 // per_sample), 8192))
         self._most = len(federation)  # clients in a chunk; less once memory has run out
-        self.way = self.make_way()
+        self.plan = self.make_plan()
         if federation.reserved is not None:
             x, y = federation.reserved_samples()
             self.reserved = (x.to(self._device, self._dtype), y.to(self._device))
@@ -158,7 +161,7 @@ class InProcessEngine(Engine):
         self.data.federation = self.federation.at(round)
 
     @abc.abstractmethod
-    def make_way(self) -> Way:
+    def make_plan(self) -> Plan:
         """The way this engine trains stacks of clients."""
 
     def _may_render(self) -> int:
@@ -170,11 +173,11 @@ class InProcessEngine(Engine):
         """Within it, arithmetic is as the settings say."""
         return arithmetic(self.settings.precision, self._device)
 
-    def block_of(self, clients: Tensor, way: Way, rng: Rng | None = None, memory: Memory | None = None) -> Block:
+    def block_of(self, clients: Tensor, plan: Plan, rng: Rng | None = None, memory: Memory | None = None) -> Block:
         """These clients as a block that is trained in this way; by default they remember what this engine holds."""
         memory = _BlockMemory(self.memory, clients) if memory is None else memory
         rng = Rng.seed(0) if rng is None else rng
-        return Block(clients, self.data, self.task, way, memory, rng, self._samples_at_once)
+        return Block(clients, self.data, self.task, plan, memory, rng, self._samples_at_once)
 
     @abc.abstractmethod
     def chunk_size(self, work: SGD) -> int:
@@ -227,7 +230,7 @@ class InProcessEngine(Engine):
 
     def _ask(self, request: Request, positions: Tensor) -> Reply:
         """One chunk as one block."""
-        block = self.block_of(request.cohort[positions], self.way, request.rng)
+        block = self.block_of(request.cohort[positions], self.plan, request.rng)
         own = {key: value[positions.to(value.device)].to(self._device) for key, value in request.each.items()}
         try:
             with torch.no_grad(), self.precision():

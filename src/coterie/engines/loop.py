@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coterie.client.stack import Way
+from coterie.client.stack import Plan
 from coterie.client.work import SGD
 from coterie.engines.in_process import InProcessEngine
 from coterie.engines.kernels.plain import PlainKernel
@@ -13,10 +13,10 @@ class LoopEngine(InProcessEngine):
 
     name = "loop"
 
-    def make_way(self) -> Way:
+    def make_plan(self) -> Plan:
         """Plain autograd."""
         self.network.find_out_keyed(self.data.federation.samples(0)[0])
-        return Way("loop", PlainKernel(self.network, self.task.loss))
+        return Plan("loop", PlainKernel(self.network, self.task.loss))
 
     def chunk_size(self, work: SGD) -> int:
         """One client."""

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coterie.client.block import Answer, Task
+from coterie.client.steps import Answer
+from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Engine, Reply, Request, plain_name
 from coterie.nets.flat import Layout, cross_entropy, flatten

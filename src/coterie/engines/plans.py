@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from coterie.client.stack import Way
+from coterie.client.stack import Plan
 from coterie.engines.cache import cache_folder
 from coterie.engines.in_process import InProcessEngine
 
@@ -31,7 +31,7 @@ class Candidate:
     """A way that is possible, and how it is made."""
 
     name: str
-    make: Callable[[], Way]
+    make: Callable[[], Plan]
 
 
 def choose(candidates: Sequence[Candidate], measured: dict[str, float]) -> Candidate:
@@ -56,14 +56,14 @@ def measure(engine: InProcessEngine, candidates: Sequence[Candidate]) -> dict[st
 
 def _time(engine: InProcessEngine, candidate: Candidate) -> float:
     """Microseconds of a client's step; a way that fails here is never chosen."""
-    way = candidate.make()
-    count = min(engine.num_clients, _CLIENTS[engine.device.type], max(way.workers, way.piece * way.workers))
+    plan = candidate.make()
+    count = min(engine.num_clients, _CLIENTS[engine.device.type], max(plan.workers, plan.piece * plan.workers))
     work = engine.task.work
     sizes = engine.federation.train.sizes
     clients = torch.argsort(sizes, descending=True, stable=True)[:count].sort().values
     start = engine.initial().repeat(count, 1)
     few = replace(work, steps=_STEPS)
-    block = engine.block_of(clients, way)
+    block = engine.block_of(clients, plan)
 
     def once() -> float:
         _wait(engine.device)

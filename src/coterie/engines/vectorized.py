@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.client.stack import Kernel, Way
+from coterie.client.stack import Kernel, Plan
 from coterie.client.work import SGD
 from coterie.engines.in_process import InProcessEngine
-from coterie.engines.kernels.graphs import BesideKernel, GraphWay
+from coterie.engines.kernels.graphs import BesideKernel, GraphPlan
 from coterie.engines.kernels.layers import LayerKernel
-from coterie.engines.kernels.native import NativeKernel, NativeWay, NotNative
+from coterie.engines.kernels.native import NativeKernel, NativePlan, NotNative
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.engines.kernels.stacked import StackedKernel
 from coterie.engines.plans import Candidate, choose, measure
@@ -47,7 +47,7 @@ class VectorizedEngine(InProcessEngine):
 
     name = "vectorized"
 
-    def make_way(self) -> Way:
+    def make_plan(self) -> Plan:
         """The fastest of the ways that are possible here."""
         self.network.find_out_keyed(self.data.federation.samples(0)[0])
         candidates = self._candidates()
@@ -92,35 +92,35 @@ class VectorizedEngine(InProcessEngine):
             made: NativeKernel = native
             found.append(
                 Candidate(
-                    "native", lambda: NativeWay(made, self._piece(), self._workers(), self.data.rendered() is None)
+                    "native", lambda: NativePlan(made, self._piece(), self._workers(), self.data.rendered() is None)
                 )
             )
         if layers is not None:
             fast: LayerKernel = layers
             if graph:
-                found.append(Candidate("layers+graph", lambda: GraphWay("layers+graph", fast, self._chunk())))
+                found.append(Candidate("layers+graph", lambda: GraphPlan("layers+graph", fast, self._chunk())))
             if graph and fast.has_pictures:
                 beside = LayerKernel.of(
                     self.network, self.task.loss, grouped=False, low=low, streams=_STREAMS, patches=True
                 )
                 assert beside is not None
                 wide = min(self._chunk(), _BESIDE)
-                found.append(Candidate("streams+graph", lambda: GraphWay("streams+graph", beside, wide)))
+                found.append(Candidate("streams+graph", lambda: GraphPlan("streams+graph", beside, wide)))
             piece, workers = self._chunk() if cuda else self._piece(), self._workers()
-            found.append(Candidate("layers", lambda: Way("layers", fast, piece)))
+            found.append(Candidate("layers", lambda: Plan("layers", fast, piece)))
             if not cuda and workers > 1:
-                found.append(Candidate("layers+workers", lambda: Way("layers+workers", fast, piece, workers)))
+                found.append(Candidate("layers+workers", lambda: Plan("layers+workers", fast, piece, workers)))
         if reason is None:
             if graph:
-                found.append(Candidate("stacked+graph", lambda: GraphWay("stacked+graph", stacked, self._chunk())))
-            found.append(Candidate("stacked", lambda: Way("stacked", stacked, self._chunk())))
+                found.append(Candidate("stacked+graph", lambda: GraphPlan("stacked+graph", stacked, self._chunk())))
+            found.append(Candidate("stacked", lambda: Plan("stacked", stacked, self._chunk())))
         else:
             self.notes.append(f"the network cannot be stacked ({reason}); clients are trained one at a time")
         if cuda and self.data.rendered() is not None and self.network.keyed:
             beside_each_other = min(self._chunk(), _LOOPS)
-            found.append(Candidate("loop+graph", lambda: GraphWay("loop+graph", plain, beside_each_other)))
+            found.append(Candidate("loop+graph", lambda: GraphPlan("loop+graph", plain, beside_each_other)))
         alone = BesideKernel(self.network, self.task.loss) if self.network.keyed else plain
-        found.append(Candidate("loop", lambda: Way("loop", alone)))
+        found.append(Candidate("loop", lambda: Plan("loop", alone)))
         return found
 
     not_native: str | None = None  # why the compiled program is not used
@@ -165,13 +165,13 @@ class VectorizedEngine(InProcessEngine):
 
     def chunk_size(self, work: SGD) -> int:
         """Clients whose models are in hand at a time."""
-        alone = self.way.piece == 1 and self.way.workers == 1 and self.settings.chunk is None
+        alone = self.plan.piece == 1 and self.plan.workers == 1 and self.settings.chunk is None
         return 1 if alone and self._device.type == "cpu" else self._chunk(work)
 
     def describe(self) -> dict[str, Any]:
         """What was chosen, with the way and what was measured."""
-        more = {"plan": self.way.name, "piece": self.way.piece, "workers": self.way.workers}
-        refused = getattr(self.way.kernel, "compile_error", None)
+        more = {"plan": self.plan.name, "piece": self.plan.piece, "workers": self.plan.workers}
+        refused = getattr(self.plan.kernel, "compile_error", None)
         told = {"measured": self.measured, "not_compiled": refused, "not_native": self.not_native}
         return super().describe() | more | {name: value for name, value in told.items() if value}
 

@@ -41,7 +41,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.client.block import Task
+from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Engine
 from coterie.errors import ConfigError, UnknownName

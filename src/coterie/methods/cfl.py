@@ -31,7 +31,8 @@ from scipy.spatial.distance import squareform
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from coterie.client.block import Task, train
+from coterie.client.steps import train
+from coterie.client.task import Task
 from coterie.engines.base import Engine
 from coterie.methods.base import ClusterState, register
 from coterie.methods.parts.averaging import Averaging

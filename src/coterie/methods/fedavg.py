@@ -12,7 +12,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from coterie.client.block import Task, train
+from coterie.client.steps import train
+from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Engine
 from coterie.methods.base import ClusterState, register

@@ -17,7 +17,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from coterie.client.block import Answer, Block, Models, client_step
+from coterie.client.block import Block, Models
+from coterie.client.steps import Answer, client_step
 from coterie.client.work import SGD, Corrected
 from coterie.engines.base import Engine
 from coterie.methods.base import ClusterState, register

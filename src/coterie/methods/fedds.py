@@ -23,7 +23,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from coterie.client.block import Task
+from coterie.client.task import Task
 from coterie.client.work import SGD, FirstOrderMAML
 from coterie.engines.base import Engine
 from coterie.errors import ConfigError

@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coterie.client.block import Answer, Block, Models, client_step
+from coterie.client.block import Block, Models
+from coterie.client.steps import Answer, client_step
 from coterie.client.work import SGD
 from coterie.engines.base import Engine
 from coterie.methods.base import ClusterState, register

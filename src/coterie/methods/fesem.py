@@ -22,7 +22,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from coterie.client.block import Answer, Block, Models, Task, client_step
+from coterie.client.block import Block, Models
+from coterie.client.steps import Answer, client_step
+from coterie.client.task import Task
 from coterie.client.work import SGD, Proximal
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import register

@@ -19,7 +19,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from coterie.client.block import Task, train
+from coterie.client.steps import train
+from coterie.client.task import Task
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import register
 from coterie.methods.fesem import FeSEM

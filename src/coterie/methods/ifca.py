@@ -16,7 +16,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from coterie.client.block import Answer, Block, ClientStep, Models, Task, client_step, take
+from coterie.client.block import Block, Models, take
+from coterie.client.steps import Answer, ClientStep, client_step
+from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import register

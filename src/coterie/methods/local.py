@@ -8,7 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coterie.client.block import OWN_MODEL, Answer, Block, Models, Task, client_step
+from coterie.client.block import Block, Models
+from coterie.client.steps import OWN_MODEL, Answer, client_step
+from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Engine
 from coterie.methods.base import Algorithm, ClusterState, Personal, register

@@ -24,7 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.client.block import Answer, Block, Models, Task, client_step, label_counts
+from coterie.client.block import Block, Models
+from coterie.client.steps import Answer, client_step, label_counts
+from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.pictures import is_picture, to_shades
 from coterie.engines.base import Chunk, Engine

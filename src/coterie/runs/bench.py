@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from coterie.client.block import train
+from coterie.client.steps import train
 from coterie.client.work import SGD
 from coterie.data.federation import Federation
 from coterie.engines import make_engine

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.client.block import Answer, Block, Models, client_step
+from coterie.client.block import Block, Models
+from coterie.client.steps import Answer, client_step
 from coterie.client.work import SGD
 from coterie.data.federation import Federation
 from coterie.engines import make_engine

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from coterie.client.block import OWN_MODEL
+from coterie.client.steps import OWN_MODEL
 from coterie.data.federation import Federation
 from coterie.data.pictures import black_and_white, is_picture, picture, spread_evenly
 from coterie.engines.base import Chunk, Engine

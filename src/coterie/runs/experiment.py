@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from coterie.client.block import Task
+from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.dataset import find_preset, source_class
 from coterie.data.federation import Federation

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.client.block import adapt_and_evaluate, evaluate, evaluate_privately
+from coterie.client.steps import adapt_and_evaluate, evaluate, evaluate_privately
 from coterie.data.federation import Federation
 from coterie.engines.attacks import Attack
 from coterie.engines.base import Engine, Failure

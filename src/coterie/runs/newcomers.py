@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.client.block import adapt, own_model
+from coterie.client.steps import adapt, own_model
 from coterie.data.federation import Federation
 from coterie.engines import make_engine
 from coterie.engines.base import Engine

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coterie.client.block import adapt, own_model
+from coterie.client.steps import adapt, own_model
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError, MissingExtra, nearest_name
 from coterie.nets.flat import state_dict

@@ -11,9 +11,9 @@ from torch import nn
 from coterie.client.work import SGD, Corrected
 from coterie.engines import make_engine
 from coterie.engines.kernels import native
-from coterie.engines.kernels.native import NativeKernel, NativeWay, NotNative
+from coterie.engines.kernels.native import NativeKernel, NativePlan, NotNative
 from coterie.nets.flat import Network, cross_entropy, mse
-from tests.engines.kernels.test_ways import WORKS, deep_cnn, loop, odd_cnn, small_cnn, trained
+from tests.engines.kernels.test_plans import WORKS, deep_cnn, loop, odd_cnn, small_cnn, trained
 from tests.helpers import ragged_federation, setup_of
 
 has_compiler = pytest.mark.skipif(
@@ -43,7 +43,7 @@ def wide_cnn(input_shape, outputs):
 
 
 def threads(count):
-    return lambda e: NativeWay(NativeKernel.of(e.network, e.task.loss, e.task.input_shape, count), 4, count)
+    return lambda e: NativePlan(NativeKernel.of(e.network, e.task.loss, e.task.input_shape, count), 4, count)
 
 
 @has_compiler
@@ -96,7 +96,7 @@ def test_samples_that_do_not_lie_ready_are_put_in_order_for_some_clients_at_a_ti
     def scarce(engine):
         engine.data._may_render = 0
         kernel = NativeKernel.of(engine.network, engine.task.loss, engine.task.input_shape, 2)
-        return NativeWay(kernel, 4, 2, scattered=True)
+        return NativePlan(kernel, 4, 2, scattered=True)
 
     expected = trained(loop, small_cnn, WORKS[work])
     assert torch.allclose(trained(scarce, small_cnn, WORKS[work]), expected, rtol=1e-9, atol=1e-12)

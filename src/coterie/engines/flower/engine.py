@@ -19,7 +19,8 @@ import torch
 from flwr.app import ArrayRecord, RecordDict
 from torch import Tensor
 
-from coterie.client.block import Answer, Task
+from coterie.client.steps import Answer
+from coterie.client.task import Task
 from coterie.client.work import to_dict
 from coterie.data.federation import Federation
 from coterie.engines.base import Engine, Reply, Request

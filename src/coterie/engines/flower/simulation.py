@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.client.block import Task
+from coterie.client.task import Task
 from coterie.data.federation import Federation
 from coterie.engines.base import Engine
 from coterie.engines.flower.client import simulated_client_app

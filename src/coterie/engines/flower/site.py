@@ -10,7 +10,9 @@ import torch
 from flwr.app import RecordDict
 from torch import Tensor, nn
 
-from coterie.client.block import Models, Task, find_step
+from coterie.client.block import Models
+from coterie.client.steps import find_step
+from coterie.client.task import Task
 from coterie.client.work import from_dict
 from coterie.data.federation import SPLITS, Federation, Split, cut
 from coterie.engines.flower import wire
@@ -52,7 +54,7 @@ class Site:
         client = torch.tensor([self.federation.names.index(call.client)])
         folder = self._folder / folder_name(call.run) / folder_name(call.client)
         memory = DiskMemory(folder, call.round, call.life, call.past)
-        block = engine.block_of(client, engine.way, Rng(call.key), memory)
+        block = engine.block_of(client, engine.plan, Rng(call.key), memory)
         models = None
         if call.models is not None:
             table = torch.stack(sent).to(engine.device, engine.dtype)

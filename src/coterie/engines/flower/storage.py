@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from coterie.client.block import step_modules
+from coterie.client.steps import step_modules
 from coterie.data.federation import SPLITS, Federation, Move, Split
 from coterie.data.transforms import View
 

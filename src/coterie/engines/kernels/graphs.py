@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.client.batches import StepCounts
 from coterie.client.optimizers import Optimizer, State
-from coterie.client.stack import BatchPlan, Job, Kernel, Way, stepping, train_job
+from coterie.client.stack import Job, Kernel, Plan, stepping, train_job
 from coterie.client.work import SGD, Stack
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.nets.flat import Loss, Network
@@ -99,7 +100,7 @@ class BesideKernel(PlainKernel):
         return list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
 
 
-class GraphWay(Way):
+class GraphPlan(Plan):
     """Stacks of clients whose steps are replayed."""
 
     def __init__(self, name: str, kernel: Kernel, piece: int) -> None:
@@ -116,8 +117,8 @@ class GraphWay(Way):
         static = self._static(job, rendered)
         static.begin(job)
         span = static.span
-        for first in range(0, job.plan.num_steps, span):
-            static.run(job, first, min(span, job.plan.num_steps - first))
+        for first in range(0, job.counts.num_steps, span):
+            static.run(job, first, min(span, job.counts.num_steps - first))
         static.finish(job)
 
     def _static(self, job: Job, rendered: tuple[Tensor, Tensor]) -> _Static:
@@ -137,20 +138,20 @@ def signature(job: Job, rendered: tuple[Tensor, Tensor]) -> Any:
     """Jobs with the same signature replay the same steps on other data."""
     extras = tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(job.extras.items()))
     plain = replace(job.work, lr=1.0)
-    widths = (job.plan.num_steps, width_of(job.plan), is_ragged(job.plan), job.plan.in_step)
+    widths = (job.counts.num_steps, width_of(job.counts), is_ragged(job.counts), job.counts.in_step)
     return len(job.start), plain, widths, extras, rendered[0].data_ptr(), rendered[0].shape
 
 
-def width_of(plan: BatchPlan) -> int:
+def width_of(counts: StepCounts) -> int:
     """Samples of the largest batch."""
-    return int(torch.minimum(plan.batch, plan.sizes).max())
+    return int(torch.minimum(counts.batch, counts.sizes).max())
 
 
-def is_ragged(plan: BatchPlan) -> bool:
+def is_ragged(counts: StepCounts) -> bool:
     """Whether some batch is not full."""
-    batch = torch.minimum(plan.batch, plan.sizes)
-    full = bool((batch == batch[0]).all()) and bool((plan.sizes % batch == 0).all())
-    return not (full and plan.in_step)
+    batch = torch.minimum(counts.batch, counts.sizes)
+    full = bool((batch == batch[0]).all()) and bool((counts.sizes % batch == 0).all())
+    return not (full and counts.in_step)
 
 
 def _channels_last(stack: Tensor) -> Tensor:
@@ -180,11 +181,11 @@ class _Static:
         self._anchor = taken(job.layout.parameters) if job.work.anchored else []
         self._extras = {name: torch.zeros_like(value) for name, value in job.extras.items()}
         self._keys = torch.zeros_like(job.keys)
-        width = width_of(job.plan)
-        self.span = max(1, min(job.plan.num_steps, _ENTRIES // max(1, count * width)))
+        width = width_of(job.counts)
+        self.span = max(1, min(job.counts.num_steps, _ENTRIES // max(1, count * width)))
         shape = (self.span, count, width)
         self._where = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in job.batches]
-        self._is_ragged, self._stops = is_ragged(job.plan), not bool((job.plan.steps == job.plan.num_steps).all())
+        self._is_ragged, self._stops = is_ragged(job.counts), not bool((job.counts.steps == job.counts.num_steps).all())
         self._mask = torch.ones(shape, dtype=dtype, device=device) if self._is_ragged else None
         self._live = torch.ones(self.span, count, dtype=torch.bool, device=device) if self._stops else None
         clock = torch.zeros(2, dtype=torch.int64, device=device)

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coterie.client.stack import BatchPlan, Job, Way, train_job
+from coterie.client.batches import StepCounts
+from coterie.client.stack import Job, Plan, train_job
 from coterie.client.work import SGD, Corrected, FirstOrderMAML, Proximal, Stack
 from coterie.engines.cache import cache_folder
 from coterie.engines.kernels.layers import plain_network
@@ -189,7 +190,7 @@ class NativeKernel:
             return False
         rendered = batches.rendered()
         x, y, begins = batches.laid_out() if rendered is None else (*rendered, batches.start)
-        clients, plan = len(job.start), job.plan
+        clients, counts = len(job.start), job.counts
         keys = [None if batches.keys is None else batches.keys.contiguous() for batches in job.batches]
         start = job.start if job.start.stride(1) == 1 else job.start.contiguous()
         result = job.result if job.result.is_contiguous() else torch.empty_like(job.result)
@@ -198,7 +199,7 @@ class NativeKernel:
         correction = job.extras.get("correction") if isinstance(work, Corrected) else None
         correction = None if correction is None else correction.to(self._dtype).contiguous()
         inner = work.inner_lr if isinstance(work, FirstOrderMAML) else 0.0
-        numbers = [begins, plan.sizes, plan.per_epoch, plan.batch, plan.steps]
+        numbers = [begins, counts.sizes, counts.per_epoch, counts.batch, counts.steps]
         numbers = [number.to(torch.int64).contiguous() for number in numbers]
         self._check(
             self._library.train(
@@ -232,7 +233,7 @@ class NativeKernel:
             raise MemoryError("the compiled program ran out of memory")
 
 
-class NativeWay(Way):
+class NativePlan(Plan):
     """Clients of a chunk all in one call; `workers` threads inside it.
 
     Where samples do not lie ready (`scattered`), so many clients at a time as have their samples put in order.
@@ -247,11 +248,11 @@ class NativeWay(Way):
         if not self._native.train(job):
             train_job(job, self._native)
 
-    def each(self, function: Any, plan: BatchPlan) -> None:
+    def each(self, function: Any, counts: StepCounts) -> None:
         """The whole plan at once: nobody has to keep in step."""
-        count, at_once = len(plan.sizes), len(plan.sizes)
+        count, at_once = len(counts.sizes), len(counts.sizes)
         if self._scattered:
-            at_once = max(self.workers, _SAMPLE_BYTES // max(1, int(plan.sizes.max()) * self._native.sample_bytes))
+            at_once = max(self.workers, _SAMPLE_BYTES // max(1, int(counts.sizes.max()) * self._native.sample_bytes))
         for start in range(0, count, at_once):
             function(slice(start, min(start + at_once, count)))
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from coterie.client.block import train
+from coterie.client.steps import train
 from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState, num_clusters_setting

@@ -1,4 +1,4 @@
-"""Every way of training gives what the loop gives: layers, workers, stacks, recorded steps."""
+"""Every plan of training gives what the loop gives: layers, workers, stacks, recorded steps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from coterie.client.stack import BatchPlan, Way
+from coterie.client.batches import StepCounts
+from coterie.client.stack import Plan
 from coterie.client.work import SGD, Corrected, FirstOrderMAML, HessianFreeMAML, Proximal
 from coterie.engines import make_engine
-from coterie.engines.kernels.graphs import GraphWay
+from coterie.engines.kernels.graphs import GraphPlan
 from coterie.engines.kernels.layers import LayerKernel
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.engines.kernels.stacked import StackedKernel
@@ -82,31 +83,31 @@ WORKS = {
 
 
 def trained(make, model, work, federation=None, **extras):
-    """Everyone trained from the first weights, in the way that `make` makes of an engine."""
+    """Everyone trained from the first weights, in the plan that `make` makes of an engine."""
     federation = ragged_federation() if federation is None else federation
     setup = setup_of(__import__("coterie").FedAvg(), federation, model=model, model_settings={}, work=replace(work))
     engine = make_engine("loop", setup.task(), federation, "cpu", {"precision": "float64"})
-    way = make(engine)
+    plan = make(engine)
     start = engine.initial().repeat(len(federation), 1)
     with torch.no_grad():
-        return engine.block_of(torch.arange(len(federation)), way, Rng.seed(3)).train(start, work, **extras)
+        return engine.block_of(torch.arange(len(federation)), plan, Rng.seed(3)).train(start, work, **extras)
 
 
 def loop(engine):
-    return engine.way
+    return engine.plan
 
 
 def layers(piece, workers=1):
-    return lambda e: Way("layers", LayerKernel.of(e.network, e.task.loss), piece, workers)
+    return lambda e: Plan("layers", LayerKernel.of(e.network, e.task.loss), piece, workers)
 
 
 def as_on_a_gpu(grouped):
     """Grouped convolutions, or clients beside each other; the first convolution by patches."""
-    return lambda e: Way("layers", LayerKernel.of(e.network, e.task.loss, grouped=grouped, patches=True), 99)
+    return lambda e: Plan("layers", LayerKernel.of(e.network, e.task.loss, grouped=grouped, patches=True), 99)
 
 
 def stacked(piece):
-    return lambda e: Way("stacked", StackedKernel(e.network, e.task.loss), piece)
+    return lambda e: Plan("stacked", StackedKernel(e.network, e.task.loss), piece)
 
 
 def graph(kind, piece):
@@ -117,12 +118,12 @@ def graph(kind, piece):
             "loop": lambda: PlainKernel(engine.network, engine.task.loss),
         }
         engine.data._may_render = 1 << 30
-        return GraphWay(kind, kernels[kind](), piece)
+        return GraphPlan(kind, kernels[kind](), piece)
 
     return make
 
 
-PLAIN_WAYS = {
+PLANS = {
     "layers-1": layers(1),
     "layers-4": layers(4),
     "layers-all": layers(99),
@@ -137,32 +138,32 @@ PLAIN_WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", PLAIN_WAYS)
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("model", [small_cnn, odd_cnn, deep_cnn])
-def test_every_way_trains_as_the_loop_does(model, work, way):
+def test_every_plan_trains_as_the_loop_does(model, work, plan):
     expected = trained(loop, model, WORKS[work])
-    found = trained(PLAIN_WAYS[way], model, WORKS[work])
+    found = trained(PLANS[plan], model, WORKS[work])
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", ["stacked", "graph-stacked", "graph-loop"])
+@pytest.mark.parametrize("plan", ["stacked", "graph-stacked", "graph-loop"])
 @pytest.mark.parametrize("work", ["momentum", "full", "maml"])
-def test_networks_with_statistics_and_dropout(work, way):
+def test_networks_with_statistics_and_dropout(work, plan):
     expected = trained(loop, normed, WORKS[work])
-    found = trained(PLAIN_WAYS[way], normed, WORKS[work])
+    found = trained(PLANS[plan], normed, WORKS[work])
     assert torch.allclose(found, expected, rtol=1e-8, atol=1e-11)
 
 
-@pytest.mark.parametrize("way", ["layers-4", "graph-layers", "graph-stacked"])
-def test_extras_go_with_their_clients(way):
+@pytest.mark.parametrize("plan", ["layers-4", "graph-layers", "graph-stacked"])
+def test_extras_go_with_their_clients(plan):
     work = Corrected(lr=0.1, prox=0.1, batch_size=5)
     engine = make_engine("loop", setup_of(__import__("coterie").FedAvg(), model=small_cnn, model_settings={}).task(),
                          ragged_federation(), "cpu", {"precision": "float64"})  # fmt: skip
     size = engine.task.layout.num_parameters
     extra = torch.randn(9, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = trained(loop, small_cnn, work, correction=extra)
-    assert torch.allclose(trained(PLAIN_WAYS[way], small_cnn, work, correction=extra), expected, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(trained(PLANS[plan], small_cnn, work, correction=extra), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_recording_is_used_again_and_in_several_tables(monkeypatch):
@@ -170,9 +171,9 @@ def test_a_recording_is_used_again_and_in_several_tables(monkeypatch):
     made = []
 
     def make(engine):
-        way = graph("layers", 99)(engine)
-        made.append(way)
-        return way
+        plan = graph("layers", 99)(engine)
+        made.append(plan)
+        return plan
 
     expected = trained(loop, small_cnn, WORKS["momentum"])
     assert torch.allclose(trained(make, small_cnn, WORKS["momentum"]), expected, rtol=1e-9)
@@ -183,13 +184,13 @@ def test_another_step_size_needs_no_other_recording():
     federation = ragged_federation(spread=0.0)
     setup = setup_of(__import__("coterie").FedAvg(), federation, model=small_cnn, model_settings={})
     engine = make_engine("loop", setup.task(), federation, "cpu", {"precision": "float64"})
-    way = graph("layers", 99)(engine)
+    plan = graph("layers", 99)(engine)
     start = engine.initial().repeat(9, 1)
     results = []
     for lr in (0.1, 0.05):
         with torch.no_grad():
-            results.append(engine.block_of(torch.arange(9), way, Rng.seed(3)).train(start, SGD(lr=lr, batch_size=4)))
-    assert len(way._made) == 1
+            results.append(engine.block_of(torch.arange(9), plan, Rng.seed(3)).train(start, SGD(lr=lr, batch_size=4)))
+    assert len(plan._made) == 1
     assert not torch.allclose(results[0], results[1])
     expected = trained(loop, small_cnn, SGD(lr=0.05, batch_size=4), federation)
     assert torch.allclose(results[1], expected, rtol=1e-9)
@@ -222,15 +223,15 @@ def test_what_layers_cannot_do_is_left_to_others():
 
 def test_pieces_keep_in_step_and_pad_little():
     sizes = torch.tensor([40, 39, 38, 21, 20, 19, 5])
-    plan = BatchPlan(sizes, SGD(batch_size=10))
-    assert [(s.start, s.stop) for s in plan.pieces(4)] == [(0, 3), (3, 4), (4, 6), (6, 7)]
-    full = BatchPlan(torch.tensor([100, 90, 80, 40, 38]), SGD(batch_size="full"))
+    counts = StepCounts(sizes, SGD(batch_size=10))
+    assert [(s.start, s.stop) for s in counts.pieces(4)] == [(0, 3), (3, 4), (4, 6), (6, 7)]
+    full = StepCounts(torch.tensor([100, 90, 80, 40, 38]), SGD(batch_size="full"))
     runs = full.pieces(1000)
     for run in runs:
         part = full.sizes[run]
         assert float((part.max() - part).sum()) <= 0.15 * float(part.max() * len(part))
     assert len(runs) == 3
-    assert [s.stop - s.start for s in BatchPlan(torch.full((9,), 20), SGD()).pieces(4)] == [4, 4, 1]
+    assert [s.stop - s.start for s in StepCounts(torch.full((9,), 20), SGD()).pieces(4)] == [4, 4, 1]
 
 
 @pytest.mark.parametrize("plan", ["layers", "layers+workers", "stacked", "loop"])
@@ -275,28 +276,28 @@ def test_a_damaged_memory_costs_a_measurement_only(tmp_path, text):
     assert _read(path) == {}
 
 
-def test_equal_ways_are_chosen_by_preference():
+def test_equal_plans_are_chosen_by_preference():
     from coterie.engines.plans import Candidate, choose
 
-    ways = [Candidate(name, lambda: None) for name in ("layers", "stacked", "loop")]
-    assert choose(ways, {"layers": 1.04, "stacked": 1.0, "loop": 3.0}).name == "layers"
-    assert choose(ways, {"layers": 2.0, "stacked": 1.0, "loop": 1.1}).name == "stacked"
+    candidates = [Candidate(name, lambda: None) for name in ("layers", "stacked", "loop")]
+    assert choose(candidates, {"layers": 1.04, "stacked": 1.0, "loop": 3.0}).name == "layers"
+    assert choose(candidates, {"layers": 2.0, "stacked": 1.0, "loop": 1.1}).name == "stacked"
 
 
 def test_out_of_memory_goes_on_with_half_the_clients_and_says_so():
     setup = setup_of(__import__("coterie").FedAvg())
-    from coterie.client.block import train
+    from coterie.client.steps import train
 
     def run(fail_above):
         engine = make_engine("vectorized", setup.task(), setup.federation(), "cpu", {"precision": "float64"})
-        ask = engine.way.each
+        ask = engine.plan.each
 
-        def scarce(function, plan):
-            if len(plan.sizes) > fail_above:
+        def scarce(function, counts):
+            if len(counts.sizes) > fail_above:
                 raise torch.OutOfMemoryError("no more")
-            ask(function, plan)
+            ask(function, counts)
 
-        engine.way.each = scarce
+        engine.plan.each = scarce
         refs = torch.zeros(9, dtype=torch.int64)
         answers = torch.zeros(9, engine.task.layout.size, dtype=torch.float64)
         for chunk in engine.call(
@@ -325,7 +326,7 @@ PLANS_OF_GPUS = ["layers", "layers+graph", "streams+graph", "stacked", "stacked+
 def test_on_a_gpu_every_plan_equals_the_loop_in_float32(plan, work):
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
-    from coterie.client.block import train
+    from coterie.client.steps import train
 
     setup = setup_of(__import__("coterie").FedAvg(), model=small_cnn, model_settings={}, work=SGD(lr=0.1, batch_size=5))
     results = []
@@ -357,9 +358,9 @@ def test_what_the_compiler_cannot_do_is_done_without_it_and_said(monkeypatch):
     engine = make_engine("vectorized", setup.task(), setup.federation(), "cpu", settings)
     start = engine.initial().repeat(9, 1)
     with torch.no_grad():
-        found = engine.block_of(torch.arange(9), engine.way, Rng.seed(3)).train(start, WORKS["plain"])
+        found = engine.block_of(torch.arange(9), engine.plan, Rng.seed(3)).train(start, WORKS["plain"])
     plain = make_engine("vectorized", setup.task(), setup.federation(), "cpu", settings | {"compile": False})
     with torch.no_grad():
-        expected = plain.block_of(torch.arange(9), plain.way, Rng.seed(3)).train(start, WORKS["plain"])
+        expected = plain.block_of(torch.arange(9), plain.plan, Rng.seed(3)).train(start, WORKS["plain"])
     assert torch.equal(found, expected)
     assert "cannot compile this" in engine.describe()["not_compiled"]

@@ -1,0 +1,136 @@
+"""Client steps: functions `step(block, models, work, **payload) -> Answer` that clients run, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import overload
+
+from torch import Tensor
+
+from coterie.client.block import Block, Models
+from coterie.client.optimizers import optimizers
+from coterie.client.work import SGD
+from coterie.errors import ConfigError
+
+
+class Answer(Mapping[str, Tensor]):
+    """Named tensors [c, ...], one row for each client; `answer.params` is `answer["params"]`."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        taken = [name for name in tensors if hasattr(Mapping, name)]
+        if taken:
+            raise ConfigError(f"An answer cannot have a tensor named '{taken[0]}'; choose another name.")
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getattr__(self, name: str) -> Tensor:
+        tensors = self.__dict__.get("_tensors", {})
+        if name not in tensors:
+            raise AttributeError(f"the answer has no '{name}'; it has {', '.join(tensors) or 'nothing'}")
+        found: Tensor = tensors[name]
+        return found
+
+
+ClientStep = Callable[..., Answer]
+
+_STEPS: dict[str, ClientStep] = {}
+
+
+@overload
+def client_step(name: ClientStep) -> ClientStep: ...
+@overload
+def client_step(name: str) -> Callable[[ClientStep], ClientStep]: ...
+def client_step(name: str | ClientStep) -> ClientStep | Callable[[ClientStep], ClientStep]:
+    """Decorator: register a client step under the name it has on the wire; code never travels.
+
+    `@client_step("package:step")` sets the name. Plain `@client_step` uses `module:function`. Dropout draws and Flower
+    messages depend on the name, so a step that moves to another file keeps the name it was given.
+    """
+    if not isinstance(name, str):
+        return client_step(f"{name.__module__}:{name.__qualname__}")(name)
+
+    def register(function: ClientStep) -> ClientStep:
+        _STEPS[name] = function
+        function.wire_name = name  # type: ignore[attr-defined]
+        return function
+
+    return register
+
+
+def step_name(function: ClientStep) -> str:
+    """The name of a step on the wire."""
+    return getattr(function, "wire_name", None) or f"{function.__module__}:{function.__qualname__}"
+
+
+def find_step(name: str) -> ClientStep:
+    """The registered step of that name. Nothing is imported: a message must not choose what a site runs."""
+    if name not in _STEPS:
+        raise ConfigError(f"There is no client step '{name}' here. Import the module that defines it first.")
+    return _STEPS[name]
+
+
+def step_modules() -> list[str]:
+    """The modules that define the registered steps and optimizers, for other processes of the same user."""
+    return sorted({thing.__module__ for thing in (*_STEPS.values(), *optimizers().values())})
+
+
+# ---- ready-made steps ----
+
+OWN_MODEL = "model"
+"""The name under which a client remembers a model of its own."""
+
+
+@client_step("coterie.block:train")
+def train(block: Block, models: Models, work: SGD) -> Answer:
+    """Train the model that was sent."""
+    return Answer(params=block.train(models, work), samples=block.samples)
+
+
+@client_step("coterie.block:evaluate")
+def evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
+    """Scores on the client's test samples: of the model that was sent, or of its own if none was."""
+    return Answer(**block.evaluate(_sent_or_own(block, models)))
+
+
+@client_step("coterie.block:evaluate_privately")
+def evaluate_privately(block: Block, models: Models | None, work: SGD) -> Answer:
+    """As `evaluate`, but only accuracy and F1 leave the client: no loss, no number of samples."""
+    scores = block.evaluate(_sent_or_own(block, models))
+    return Answer(**{name: values for name, values in scores.items() if name in ("accuracy", "f1")})
+
+
+@client_step("coterie.block:adapt_and_evaluate")
+def adapt_and_evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
+    """As `evaluate`, after adapting the model on the client's training samples."""
+    return Answer(**block.evaluate(adapt(block, models, work).params))
+
+
+@client_step("coterie.block:adapt")
+def adapt(block: Block, models: Models | None, work: SGD) -> Answer:
+    """The client's personal model: the one that was sent, or its own, after some work on its training samples."""
+    return Answer(params=block.train(own_model(block, models, work).params, work))
+
+
+@client_step("coterie.block:own_model")
+def own_model(block: Block, models: Models | None, work: SGD) -> Answer:
+    """The client's personal model as it is."""
+    found = _sent_or_own(block, models)
+    return Answer(params=found.rows() if isinstance(found, Models) else found)
+
+
+@client_step("coterie.block:label_counts")
+def label_counts(block: Block, models: Models | None, work: SGD) -> Answer:
+    """How many training samples of each class the client has."""
+    return Answer(counts=block.label_counts())
+
+
+def _sent_or_own(block: Block, models: Models | None) -> Models | Tensor:
+    return block.memory.get(OWN_MODEL, block.initial) if models is None else models
