@@ -112,7 +112,7 @@ def test_open_refuses_what_is_no_run(tmp_path: Path):
 
 def test_a_newer_schema_is_refused_by_name(folder: RunFolder):
     (folder.path / "config.toml").write_text(to_toml({"schema": SCHEMA + 1, **CONFIG}))
-    with pytest.raises(RunError, match=rf"has schema {SCHEMA + 1}, .* up to {SCHEMA}; use a newer coterie"):
+    with pytest.raises(RunError, match=rf"has schema {SCHEMA + 1}; .* up to {SCHEMA}\. Use a newer coterie"):
         RunFolder.open(folder.path)
 
 
@@ -121,8 +121,8 @@ def test_a_newer_schema_is_refused_by_name(folder: RunFolder):
     [
         (b"[run\n", r"config\.toml is damaged"),
         (b"\xff\xfe", r"config\.toml is damaged"),
-        (b"[run]\n", "it does not say its schema"),
-        (b"schema = 'x'\n", "it does not say its schema"),
+        (b"[run]\n", "it has no schema number"),
+        (b"schema = 'x'\n", "it has no schema number"),
     ],
 )
 def test_damaged_settings_are_refused(folder: RunFolder, content: bytes, said: str):
