@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import RunError
-from coterie.runs.files import first_line
+from coterie.runs.files import reason
 from coterie.runs.metrics import METRICS, QUANTILES, SCORES
 
 Floats = NDArray[np.float64]
@@ -65,7 +65,7 @@ def columns_of(rows: list[Any], where: str) -> dict[str, Any]:
             for repair in records(row.get("repairs")):
                 repairs.append({"round": row["round"], "reason": str(repair.get("reason", ""))})
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise RunError(f"{where} is damaged in line {line}: {first_line(error)}.") from error
+            raise RunError(f"{where} is damaged in line {line}: {reason(error)}.") from error
     return {
         "rounds": np.array(rounds, dtype=np.int64),
         "curves": {name: np.array(values, dtype=np.float64) for name, values in curves.items()},

@@ -42,7 +42,7 @@ class Files:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, RuntimeError, ValueError) as error:
-            raise RunError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+            raise RunError(f"{path} cannot be read: {reason(error)}.") from error
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
             os.close(handle)
@@ -113,9 +113,10 @@ class Files:
             *(ValueError, EOFError, OSError, KeyError, MemoryError, SyntaxError, RecursionError),
             *(zipfile.BadZipFile, NotImplementedError),
         ) as error:
-            raise RunError(f"{self.path / name} is damaged{where}: {first_line(error)}.") from error
+            raise RunError(f"{self.path / name} is damaged{where}: {reason(error)}.") from error
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error message, short enough for a sentence."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+def reason(error: BaseException) -> str:
+    """The first line of an error message, without number and path, short enough for a sentence."""
+    text = str(getattr(error, "strerror", None) or error)
+    return (text.splitlines() or [type(error).__name__])[0][:200].rstrip(".")
