@@ -458,13 +458,13 @@ def test_a_run_folder_that_exists_is_left_as_it_is(command: Command):
     command("run", *TINY, "--name", "a", "--quiet")
     before = {p: p.stat().st_mtime_ns for p in Path("runs/a").rglob("*")}
     said = command("run", *TINY, "--name", "a", "--seed", 1).error
-    assert said == "The run folder runs/a exists; go on with 'coterie resume runs/a', or choose another --name."
+    assert said == "runs/a already exists. Resume it with 'coterie resume runs/a', or choose another --name."
     assert {p: p.stat().st_mtime_ns for p in Path("runs/a").rglob("*")} == before
 
 
 def test_a_place_for_runs_that_is_a_file(command: Command):
     Path("runs").write_text("mine")
-    assert command("run", *TINY).error == "The folder runs cannot be made: File exists."
+    assert command("run", *TINY).error == "The folder runs cannot be created: File exists."
     assert Path("runs").read_text() == "mine"
 
 
@@ -479,7 +479,7 @@ def test_a_newer_schema_is_refused_by_name(command: Command, verb: str):
     config = Path("runs/a/config.toml")
     config.write_text(config.read_text().replace("schema = 1", "schema = 99"))
     said = command(verb, "runs/a").error
-    assert said == "runs/a has schema 99, and this version of coterie reads up to 1; use a newer coterie."
+    assert said == "runs/a has schema 99; this coterie reads up to 1. Use a newer coterie."
 
 
 # ---- stopping and going on, in this process ----
@@ -618,7 +618,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     done = command("resume", stopped, "--json")
     assert done.code == 0
     told = " ".join(done.json["notes"])
-    assert f"checkpoint/round-000003/{name} was cut short or altered; this checkpoint is not used." in told
+    assert f"checkpoint/round-000003/{name} is truncated or altered; this checkpoint is not used." in told
     assert "The checkpoint of round 2 is used." in told
     assert outcome(stopped) == outcome(whole)
 
@@ -628,7 +628,7 @@ def test_both_checkpoints_damaged_begins_again(command: Command, stopped: Path, 
         file.write_text("{}")
     notes = command("resume", stopped, "--json").json["notes"]
     assert [("round-000003" in notes[0]), ("round-000002" in notes[1])] == [True, True]
-    assert "begins again with the first round" in notes[2]
+    assert "starts again from the first round" in notes[2]
     assert outcome(stopped) == outcome(whole)
 
 
@@ -679,8 +679,8 @@ def test_a_full_disk_while_checkpointing_keeps_the_checkpoint_before(
         patch.setattr(os, "replace", full_from_round_3)
         said = command(*LONG, "a").error
     assert said == (
-        "The checkpoint of round 3 of runs/a could not be written: No space left on device; "
-        "the checkpoint of round 2 is kept. Make room and go on with 'coterie resume runs/a'."
+        "The checkpoint of round 3 of runs/a could not be written: No space left on device. "
+        "The checkpoint of round 2 is kept. Free some space and resume with 'coterie resume runs/a'."
     )
     assert sorted(p.name for p in Path("runs/a/checkpoint").iterdir()) == ["round-000001", "round-000002"]
     assert command("resume", "runs/a", "--quiet").code == 0
@@ -717,7 +717,7 @@ def test_a_file_that_the_system_refuses_keeps_the_checkpoint_before(command: Com
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert "The checkpoint of round 3 of runs/a could not be written" in done.stderr
     assert "File too large" in done.stderr
-    assert "the checkpoint of round 2 is kept. Make room and go on with 'coterie resume runs/a'." in done.stderr
+    assert "The checkpoint of round 2 is kept. Free some space and resume with 'coterie resume runs/a'." in done.stderr
     assert sorted(p.name for p in Path("runs/a/checkpoint").iterdir()) == ["round-000001", "round-000002"]
     assert command("resume", "runs/a", "--json").json["notes"] == []
     assert outcome(Path("runs/a")) == outcome(whole)

@@ -52,14 +52,16 @@ def test_a_new_folder_holds_its_settings_and_schema(folder: RunFolder):
 
 def test_a_name_that_is_taken_is_refused_and_says_how_to_go_on(folder: RunFolder):
     before = {p.name: p.stat().st_mtime_ns for p in folder.path.iterdir()}
-    with pytest.raises(RunError, match=r"exists; go on with 'coterie resume .*/a', or choose another --name"):
+    with pytest.raises(
+        RunError, match=r"already exists\. Resume it with 'coterie resume .*/a', or choose another --name"
+    ):
         RunFolder.create(folder.path.parent, "a", "unused", {"run": {"algorithm": "other"}})
     assert {p.name: p.stat().st_mtime_ns for p in folder.path.iterdir()} == before
 
 
 def test_a_foreign_folder_is_not_offered_for_resuming(tmp_path: Path):
     (tmp_path / "a").mkdir()
-    with pytest.raises(RunError, match="exists and is not a run folder; choose another --name"):
+    with pytest.raises(RunError, match="exists and is not a run folder. Choose another --name"):
         RunFolder.create(tmp_path, "a", "unused", CONFIG)
     assert list((tmp_path / "a").iterdir()) == []
 
@@ -74,13 +76,13 @@ def test_default_names_are_numbered(tmp_path: Path):
 @pytest.mark.parametrize("place", ["file", "file/below"])
 def test_an_impossible_place_is_one_sentence(tmp_path: Path, place: str):
     (tmp_path / "file").write_text("here")
-    with pytest.raises(StorageError, match=r"cannot be made: (File exists|Not a directory)"):
+    with pytest.raises(StorageError, match=r"cannot be created: (File exists|Not a directory)"):
         RunFolder.create(tmp_path / place, "a", "unused", CONFIG)
     assert (tmp_path / "file").read_text() == "here"
 
 
 def test_a_parent_of_the_name_that_is_missing_is_one_sentence(tmp_path: Path):
-    with pytest.raises(StorageError, match="cannot be made: No such file or directory"):
+    with pytest.raises(StorageError, match="cannot be created: No such file or directory"):
         RunFolder.create(tmp_path, "a/b", "unused", CONFIG)
 
 
@@ -88,7 +90,7 @@ def test_a_full_disk_at_the_very_start_leaves_no_folder(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(StorageError, match="No space left on device") as caught:
         RunFolder.create(tmp_path, "a", "unused", CONFIG)
-    assert "resume" not in str(caught.value)  # there is nothing to go on with
+    assert "resume" not in str(caught.value)  # there is nothing to resume
     assert list(tmp_path.iterdir()) == []
 
 
@@ -112,7 +114,7 @@ def test_open_refuses_what_is_no_run(tmp_path: Path):
 
 def test_a_newer_schema_is_refused_by_name(folder: RunFolder):
     (folder.path / "config.toml").write_text(to_toml({"schema": SCHEMA + 1, **CONFIG}))
-    with pytest.raises(RunError, match=rf"has schema {SCHEMA + 1}, .* up to {SCHEMA}; use a newer coterie"):
+    with pytest.raises(RunError, match=rf"has schema {SCHEMA + 1}; .* up to {SCHEMA}\. Use a newer coterie"):
         RunFolder.open(folder.path)
 
 
@@ -121,8 +123,8 @@ def test_a_newer_schema_is_refused_by_name(folder: RunFolder):
     [
         (b"[run\n", r"config\.toml is damaged"),
         (b"\xff\xfe", r"config\.toml is damaged"),
-        (b"[run]\n", "it does not say its schema"),
-        (b"schema = 'x'\n", "it does not say its schema"),
+        (b"[run]\n", "it has no schema number"),
+        (b"schema = 'x'\n", "it has no schema number"),
     ],
 )
 def test_damaged_settings_are_refused(folder: RunFolder, content: bytes, said: str):
@@ -262,7 +264,7 @@ def test_a_refused_write_leaves_the_old_file(folder: RunFolder, monkeypatch: pyt
     monkeypatch.setattr(os, fails, no_space)
     with pytest.raises(StorageError, match=r"summary\.json of .* could not be written: No space left on device") as got:
         folder.write_json("summary.json", {"new": True})
-    assert "there is no checkpoint yet" in str(got.value)
+    assert "There is no checkpoint yet" in str(got.value)
     assert folder.read_json("summary.json") == {"old": True}
     assert not list(folder.path.rglob("*.tmp"))
 
@@ -270,7 +272,9 @@ def test_a_refused_write_leaves_the_old_file(folder: RunFolder, monkeypatch: pyt
 def test_a_row_that_does_not_fit_names_the_checkpoint_that_is_kept(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
     folder.save_checkpoint(checkpoint(7))
     monkeypatch.setattr(json, "dumps", no_space)
-    with pytest.raises(StorageError, match=r"rounds\.jsonl .* the checkpoint of round 7 is kept\. Make room and go on"):
+    with pytest.raises(
+        StorageError, match=r"rounds\.jsonl .* The checkpoint of round 7 is kept\. Free some space and resume"
+    ):
         folder.append({"round": 8})
 
 
@@ -374,7 +378,7 @@ def test_when_both_are_damaged_it_says_that_the_run_begins_again(folder: RunFold
     found, problems = folder.load_checkpoint()
     assert found is None
     assert ["round-000002" in problems[0], "round-000001" in problems[1]] == [True, True]
-    assert "begins again with the first round" in problems[2]
+    assert "starts again from the first round" in problems[2]
 
 
 def test_a_checkpoint_of_a_newer_version_is_refused_by_name(folder: RunFolder):
@@ -419,8 +423,8 @@ def test_a_full_disk_leaves_the_checkpoints_before(folder: RunFolder, monkeypatc
             folder.save_checkpoint(checkpoint(3))
     said = str(caught.value)
     assert "The checkpoint of round 3" in said
-    assert "No space left on device; the checkpoint of round 2 is kept" in said
-    assert f"go on with 'coterie resume {folder.path}'" in said
+    assert "No space left on device. The checkpoint of round 2 is kept" in said
+    assert f"resume with 'coterie resume {folder.path}'" in said
     assert saved(folder) == ["round-000001", "round-000002"]
     found, problems = folder.load_checkpoint()
     assert found is not None

@@ -355,7 +355,7 @@ def test_with_no_whole_checkpoint_it_begins_again_and_tells(tmp_path: Path):
         tensors.write_bytes(tensors.read_bytes()[:100])
     result = resume(what, tmp_path)
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
-    assert "begins again with the first round" in result.summary["notes"][-1]
+    assert "starts again from the first round" in result.summary["notes"][-1]
 
 
 def test_a_disk_that_fills_up_costs_nothing_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -370,7 +370,9 @@ def test_a_disk_that_fills_up_costs_nothing_that_was_saved(tmp_path: Path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(safetensors.torch, "save_file", full_in_round_3)
-        with pytest.raises(StorageError, match=r"No space left.*; the checkpoint of round 2 is kept\. Make room"):
+        with pytest.raises(
+            StorageError, match=r"No space left.*\. The checkpoint of round 2 is kept\. Free some space"
+        ):
             start(what, tmp_path)
     resume(what, tmp_path)
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")

@@ -13,12 +13,11 @@ from sklearn import metrics as sklearn
 from coterie.errors import ConfigError, UnknownName
 from coterie.runs.metrics import (
     METRICS,
-    adjusted_rand,
+    ari,
     best_rounds,
     bottom_clients,
     churn,
     cluster_sizes,
-    contingency,
     measured,
     metrics,
     of_clusters,
@@ -50,7 +49,6 @@ def test_purity_is_of_scikit_learns_table(pair):
     labels, groups = arrays(pair)
     table = sklearn.cluster.contingency_matrix(groups, labels)
     assert purity(labels, groups) == pytest.approx(table.max(0).sum() / table.sum(), abs=1e-12)
-    np.testing.assert_array_equal(contingency(labels, groups), table.T)
 
 
 @given(partitions)
@@ -73,11 +71,11 @@ def test_a_partition_agrees_with_itself_under_other_names(pair):
 def test_agreement_by_hand():
     labels, groups = np.array([0, 0, 0, 1, 1, 1]), np.array([0, 0, 1, 1, 1, 1])
     # pairs together in both: 1 + 3 = 4; by cluster 6, by group 1 + 6 = 7, expected 6 * 7 / 15
-    assert adjusted_rand(labels, groups) == pytest.approx((4 - 2.8) / (6.5 - 2.8))
+    assert ari(labels, groups) == pytest.approx((4 - 2.8) / (6.5 - 2.8))
     assert purity(labels, groups) == pytest.approx(5 / 6)
 
 
-def test_agreement_leaves_out_clients_not_met_yet():
+def test_agreement_leaves_out_clients_not_seen_yet():
     labels, groups = np.array([0, -1, 1, -1, 1]), np.array([3, 3, 4, 4, 4])
     assert agreement(labels, groups) == {"ari": 1.0, "nmi": 1.0, "purity": 1.0}
 
@@ -114,14 +112,14 @@ def test_best_rounds_are_the_five_best():
     assert best_rounds(rows([])) is None
 
 
-def test_churn_is_of_clients_met_before():
+def test_churn_is_of_clients_seen_before():
     before, after = np.array([0, 1, -1, 2]), np.array([0, 2, 1, 2])
     assert churn(before, after) == pytest.approx(1 / 3)
     assert churn(np.array([-1, -1]), np.array([0, 1])) == 0.0
     assert churn(before, before) == 0.0
 
 
-def test_cluster_sizes_count_empty_ones_and_leave_out_the_unmet():
+def test_cluster_sizes_count_empty_ones_and_leave_out_unseen_clients():
     assert cluster_sizes(np.array([0, 2, 2, -1]), 4) == [1, 0, 2, 0]
     assert cluster_sizes(np.array([-1, -1]), 2) == [0, 0]
     assert cluster_sizes(np.array([-1]), 0) == []
@@ -184,7 +182,7 @@ def test_a_metric_may_join_scores_and_clusters():
 
 @pytest.mark.parametrize("path", ["ari.macro", "accuracy", "bytes", "seconds.more", "loss.bottom5"])
 def test_a_metric_that_would_hide_something_else_is_refused(path):
-    with pytest.raises(ConfigError, match="already; metric .* needs another name"):
+    with pytest.raises(ConfigError, match="already .* metric .* another name"):
         register_metric(path, "mine", "mine")(lambda accuracy: 0.0)
 
 

@@ -169,7 +169,7 @@ def test_unknown_and_missing_trackers_are_refused(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(builtins, "__import__", without)
     for name in ("mlflow", "tensorboard"):
-        with pytest.raises(MissingExtra, match=rf"--track {name} needs .*coterie\[{name}\]"):
+        with pytest.raises(MissingExtra, match=rf"--track {name} requires .*coterie\[{name}\]"):
             trackers([name])
 
 

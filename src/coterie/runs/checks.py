@@ -1,6 +1,7 @@
-"""What was read is checked number by number: either it has the type and shape that it should, or it is left out.
+"""Checks of what was read from a run folder.
 
-Rows of rounds are the exception: a wrong one is an error, since curves with a hole in them would be believed.
+An array or a list of the wrong type or shape is left out. A wrong row of rounds.jsonl is an error: readers would
+believe a curve with a gap in it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import RunError
-from coterie.runs.files import first_line
+from coterie.runs.files import reason
 from coterie.runs.metrics import METRICS, QUANTILES, SCORES
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Arrays = Mapping[str, NDArray[Any]]
 
-# Where the numbers of a round are in its row, beside its metrics.
+# Where the numbers of a round are in its row, besides its metrics.
 FACTS: dict[str, tuple[str, ...]] = {
     "cohort": ("cohort",),
     "met": ("clients_met",),
@@ -34,60 +36,73 @@ FACTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def columns_of(
-    rows: list[Any], where: str
-) -> tuple[Ints, dict[str, Floats], dict[str, Floats], list[list[int]], list[dict[str, Any]]]:
-    """The rows as columns, every number checked."""
-    rounds: list[int] = []
+# ---- rows of rounds ----
+
+
+def columns_of(rows: list[Any], where: str) -> dict[str, Any]:
+    """The rows as columns, by their names in `RunData`."""
     places = {metric.key: metric.place for metric in METRICS.values() if not metric.of_run} | FACTS
-    columns: dict[str, list[float]] = {name: [] for name in places}
+    rounds: list[int] = []
+    curves: dict[str, list[float]] = {name: [] for name in places}
     spread: dict[str, list[list[float]]] = {name: [] for name in SCORES}
     sizes: list[list[int]] = []
     repairs: list[dict[str, Any]] = []
-    for number, row in enumerate(rows, 1):
+    for line, row in enumerate(rows, 1):
         try:
-            if not isinstance(row, dict) or not _is_int(row.get("round")) or row["round"] < 1:
-                raise ValueError("it does not say its round")
+            if not isinstance(row, dict) or not _is_count(row.get("round")) or row["round"] < 1:
+                raise ValueError("it has no round number")
             if rounds and row["round"] <= rounds[-1]:
                 raise ValueError(f"round {row['round']} comes after round {rounds[-1]}")
             rounds.append(row["round"])
             for name, keys in places.items():
-                columns[name].append(_number(row, keys))
+                curves[name].append(_number(row, keys))
             for name, values in spread.items():
-                found = row.get("spread", {}).get(name)
-                values.append(_five(found) if found is not None else [math.nan] * len(QUANTILES))
-            found = row.get("cluster_sizes") or []
-            if not isinstance(found, list) or not all(_is_int(size) and size >= 0 for size in found):
-                raise ValueError(f"cluster_sizes is {str(found)[:40]!r}")
-            sizes.append(found)
+                values.append(_quantiles(row.get("spread", {}).get(name)))
+            counts = row.get("cluster_sizes") or []
+            if not isinstance(counts, list) or not all(_is_count(count) for count in counts):
+                raise _wrong("cluster_sizes", counts)
+            sizes.append(counts)
             for repair in records(row.get("repairs")):
                 repairs.append({"round": row["round"], "reason": str(repair.get("reason", ""))})
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise RunError(f"{where} is damaged in line {number}: {first_line(error)}.") from error
-    shape = (len(rows), len(QUANTILES))
-    return (
-        np.array(rounds, dtype=np.int64),
-        {name: np.array(values, dtype=np.float64) for name, values in columns.items()},
-        {name: np.array(values, dtype=np.float64).reshape(shape) for name, values in spread.items()},
-        sizes,
-        repairs,
-    )
+            raise RunError(f"{where} is damaged in line {line}: {reason(error)}.") from error
+    return {
+        "rounds": np.array(rounds, dtype=np.int64),
+        "curves": {name: np.array(values, dtype=np.float64) for name, values in curves.items()},
+        "spread": {name: np.array(values).reshape(-1, len(QUANTILES)) for name, values in spread.items()},
+        "sizes": sizes,
+        "repairs": repairs,
+    }
 
 
-def _number(row: Mapping[str, Any], keys: tuple[str, ...]) -> float:
-    """The number under these keys; NaN where it is not told or not finite."""
-    found: Any = row
+def _number(row: Any, keys: tuple[str, ...]) -> float:
+    """The number under these keys; NaN where it is missing or not finite."""
+    found = row
     for key in keys:
-        if found is None:
-            return math.nan
-        if not isinstance(found, dict):
-            raise ValueError(f"{'.'.join(keys)} is {str(found)[:40]!r}")
-        found = found.get(key)
-    if found is None:
-        return math.nan
-    if isinstance(found, bool) or not isinstance(found, (int, float)):
-        raise ValueError(f"{'.'.join(keys)} is {str(found)[:40]!r}")
-    return float(found) if math.isfinite(found) else math.nan
+        if found is not None and not isinstance(found, dict):
+            raise _wrong(".".join(keys), found)
+        found = (found or {}).get(key)
+    if found is not None and (isinstance(found, bool) or not isinstance(found, (int, float))):
+        raise _wrong(".".join(keys), found)
+    return float(found) if found is not None and math.isfinite(found) else math.nan
+
+
+def _quantiles(found: Any) -> list[float]:
+    values = [None] * len(QUANTILES) if found is None else found
+    if not isinstance(values, list) or len(values) != len(QUANTILES):
+        raise _wrong("spread", values)
+    return [_number({"spread": value}, ("spread",)) for value in values]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+def _wrong(name: str, found: Any) -> ValueError:
+    return ValueError(f"{name} is {str(found)[:40]!r}")
+
+
+# ---- arrays and lists ----
 
 
 def finite(found: Any) -> float | None:
@@ -96,120 +111,95 @@ def finite(found: Any) -> float | None:
     return float(found) if is_number else None
 
 
-def _five(found: Any) -> list[float]:
-    if not isinstance(found, list) or len(found) != len(QUANTILES):
-        raise ValueError(f"spread is {str(found)[:40]!r}")
-    return [_number({"spread": value}, ("spread",)) for value in found]
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53
-
-
-def is_flat(array: Any) -> bool:
-    """Whether it is an array [n]."""
-    return isinstance(array, np.ndarray) and array.ndim == 1
-
-
-def is_table(array: Any, count: int) -> bool:
-    """Whether it is an array of floats [count, ...] of two dimensions."""
-    return (
-        isinstance(array, np.ndarray)
-        and array.ndim == 2
-        and len(array) == count
-        and np.issubdtype(array.dtype, np.floating)
-    )
-
-
-def is_whole(array: NDArray[Any]) -> bool:
-    """Whether its numbers are whole."""
-    return bool(np.issubdtype(array.dtype, np.integer))
-
-
-def whole_numbers(array: Any, shape: tuple[int, ...]) -> Ints | None:
-    """An array of whole numbers of this shape; None if it is not one."""
-    if isinstance(array, np.ndarray) and array.shape == shape and is_whole(array):
-        return array.astype(np.int64)
-    return None
-
-
-def client_names(manifest: Mapping[str, Any]) -> list[str]:
-    """The names of a run that has not written its clients yet."""
-    found, unseen = manifest.get("clients"), manifest.get("unseen")
-    held_out = set(map(str, unseen)) if isinstance(unseen, list) else set()
-    return [str(name) for name in found if str(name) not in held_out] if isinstance(found, list) else []
-
-
-def scores_of(clients: Mapping[str, NDArray[Any]], count: int) -> dict[str, Floats]:
-    """Scores of the last evaluation [N]; NaN for clients that were not scored."""
-    samples = clients.get("samples")
-    last: dict[str, Floats] = {}
-    for name in SCORES:
-        values = clients.get(name)
-        if not isinstance(values, np.ndarray) or values.ndim != 2 or values.shape[1] != count or not len(values):
-            continue
-        if not np.issubdtype(values.dtype, np.number):
-            continue
-        scored = values[-1].astype(np.float64)
-        if isinstance(samples, np.ndarray) and samples.shape == values.shape:
-            scored = np.where(samples[-1] > 0, scored, np.nan)
-        last[name] = np.where(np.isfinite(scored), scored, np.nan)
-    return last
-
-
-def held_counts(manifest: Mapping[str, Any], names: list[str]) -> Ints | None:
-    """Training samples of each class at each client; clients that were held out are left out."""
-    counts, everyone = manifest.get("label_counts"), manifest.get("clients")
-    if not isinstance(counts, list) or not isinstance(everyone, list) or len(counts) != len(everyone):
+def shaped(found: Any, shape: tuple[int | None, ...], kinds: str) -> NDArray[Any] | None:
+    """An array of this shape (None: any length) and of one of these kinds of numpy's; None if it is not one."""
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in kinds or found.ndim != len(shape):
         return None
-    place = {str(name): i for i, name in enumerate(everyone)}
-    try:
-        table = np.array(counts, dtype=np.int64)
-        rows = [place[name] for name in names]
-    except (ValueError, TypeError, KeyError, OverflowError):
-        return None
-    return table[rows] if table.ndim == 2 and len(rows) else None
+    return found if all(size in (None, length) for size, length in zip(shape, found.shape, strict=True)) else None
 
 
-def member_pictures(arrays: Mapping[str, NDArray[Any]], count: int) -> dict[str, NDArray[Any]]:
-    """Pictures of members, if all of it fits together."""
-    pictures = arrays.get("picture")
-    rest = {name: arrays.get(name) for name in ("client", "cluster", "label")}
-    if not isinstance(pictures, np.ndarray) or pictures.ndim != 4 or pictures.dtype != np.uint8:
-        return {}
-    if pictures.shape[3] not in (1, 3) or not len(pictures):
-        return {}
-    found = {name: whole_numbers(values, (len(pictures),)) for name, values in rest.items()}
-    client = found["client"]
-    if client is None or any(values is None for values in found.values()) or client.min() < 0 or client.max() >= count:
-        return {}
-    return {"picture": pictures, **{name: values for name, values in found.items() if values is not None}}
+def integers(found: Any, shape: tuple[int | None, ...]) -> Ints | None:
+    """An array of integers of this shape; None if it is not one."""
+    array = shaped(found, shape, "iu")
+    return None if array is None else array.astype(np.int64)
 
 
-def method_arrays(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """What the method shows, if its shapes fit together: MD-ICFL's maps and pseudo samples."""
-    told = arrays.get("told")
-    if not isinstance(told, np.ndarray) or told.ndim != 4 or told.dtype.kind != "f" or not told.size:
-        return {}
-    clusters, others, classes, again = told.shape
-    if clusters != others or classes != again:
-        return {}
-    found = {"told": np.nan_to_num(told.astype(np.float64))}
-    witness, pseudo = arrays.get("witness"), arrays.get("pseudo")
-    if isinstance(witness, np.ndarray) and witness.shape == (clusters, classes, classes) and witness.dtype.kind == "f":
-        found["witness"] = np.nan_to_num(witness.astype(np.float64))
-    if (
-        isinstance(pseudo, np.ndarray)
-        and pseudo.dtype == np.uint8
-        and pseudo.ndim == 6
-        and pseudo.shape[:2] == (clusters, classes)
-        and pseudo.shape[5] in (1, 3)
-        and pseudo.size
-    ):
-        found["pseudo"] = pseudo
-    return found
+def floats(found: Any, shape: tuple[int | None, ...]) -> Floats | None:
+    """An array of floats of this shape, with 0 for NaN; None if it is not one."""
+    array = shaped(found, shape, "f")
+    return None if array is None else np.nan_to_num(array.astype(np.float64))
 
 
 def records(found: Any) -> list[dict[str, Any]]:
-    """The objects of a list; none if it is no list."""
+    """The objects in a list; none if it is not a list."""
     return [item for item in found if isinstance(item, dict)] if isinstance(found, Iterable) else []
+
+
+def client_names(clients: Arrays, manifest: Mapping[str, Any]) -> list[str]:
+    """The clients that take part; from the manifest if the run has not written its clients yet."""
+    names = shaped(clients.get("name"), (None,), "U")
+    if names is not None:
+        return [str(name) for name in names]
+    everyone, unseen = manifest.get("clients"), manifest.get("unseen")
+    held_out = set(map(str, unseen)) if isinstance(unseen, list) else set()
+    return [str(name) for name in everyone if str(name) not in held_out] if isinstance(everyone, list) else []
+
+
+def last_scores(clients: Arrays, count: int) -> dict[str, Floats]:
+    """Scores of the last evaluation [N]; NaN for clients without a score."""
+    found: dict[str, Floats] = {}
+    for name in SCORES:
+        values = shaped(clients.get(name), (None, count), "iuf")
+        if values is None or not len(values):
+            continue
+        scores = values[-1].astype(np.float64)
+        samples = shaped(clients.get("samples"), values.shape, "iuf")
+        has_score = np.isfinite(scores) & (True if samples is None else samples[-1] > 0)
+        found[name] = np.where(has_score, scores, np.nan)
+    return found
+
+
+def class_counts(manifest: Mapping[str, Any], names: list[str]) -> Ints | None:
+    """Training samples of each class at each of these clients, [N, L]."""
+    counts, everyone = manifest.get("label_counts"), manifest.get("clients")
+    if not isinstance(counts, list) or not isinstance(everyone, list) or len(counts) != len(everyone) or not names:
+        return None
+    row_of = {str(name): row for row, name in enumerate(everyone)}
+    try:
+        table = np.array(counts, dtype=np.int64)[[row_of[name] for name in names]]
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError):
+        return None
+    return table if table.ndim == 2 else None
+
+
+def member_pictures(arrays: Arrays, count: int) -> dict[str, NDArray[Any]]:
+    """Pictures of the clusters' members, with client, cluster and label of each; empty unless all fit together."""
+    pictures = _pictures(arrays.get("picture"), (None,))
+    if pictures is None:
+        return {}
+    found = {name: integers(arrays.get(name), (len(pictures),)) for name in ("client", "cluster", "label")}
+    given = {name: values for name, values in found.items() if values is not None}
+    if len(given) < len(found) or given["client"].min() < 0 or given["client"].max() >= count:
+        return {}
+    return {"picture": pictures, **given}
+
+
+def method_arrays(arrays: Arrays) -> dict[str, NDArray[Any]]:
+    """Arrays of the method itself, as far as they fit together: MD-ICFL's maps and pseudo samples."""
+    told = floats(arrays.get("told"), (None,) * 4)
+    if told is None or not told.size or told.shape[0] != told.shape[1] or told.shape[2] != told.shape[3]:
+        return {}
+    clusters, classes = told.shape[1:3]
+    found = {
+        "told": told,
+        "witness": floats(arrays.get("witness"), (clusters, classes, classes)),
+        "pseudo": _pictures(arrays.get("pseudo"), (clusters, classes, None)),
+    }
+    return {name: array for name, array in found.items() if array is not None}
+
+
+def _pictures(found: Any, shape: tuple[int | None, ...]) -> NDArray[np.uint8] | None:
+    """Pictures [*shape, H, W, 1 or 3] of bytes."""
+    pictures = shaped(found, (*shape, None, None, None), "u")
+    is_right = pictures is not None and pictures.dtype == np.uint8 and pictures.size and pictures.shape[-1] in (1, 3)
+    return pictures if is_right else None

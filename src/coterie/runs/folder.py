@@ -1,11 +1,10 @@
-"""The run folder: create, append, checkpoint, resume, load.
+"""Writing a run folder: settings, rows, arrays, checkpoints.
 
     runs/<name>/ config.toml · environment.json · rounds.jsonl · clients.npz · labels.npy · summary.json
                  checkpoint/round-000012/ (tensors.safetensors, state.json, digests.json) · artifacts/
 
-Every file is written to a temporary name, synced and renamed; rounds.jsonl is appended to and cut back to
-the checkpoint on resume. Two checkpoints are kept; one that is cut short or altered is refused by name and
-the one before it is used. Nothing is unpickled.
+Every file is written under a temporary name, synced and renamed. rounds.jsonl is appended to; on resume it is cut back
+to the checkpoint. Two checkpoints are kept: if the last one is truncated or altered, the one before it is used.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
 import shutil
@@ -30,15 +30,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.errors import CheckpointError, RunError, StorageError
-from coterie.runs.files import SCHEMA, Files
+from coterie.runs.files import SCHEMA, Files, reason
 
-_KEPT = 2
-_SILENT = 600.0  # seconds without a word after which a run on another machine counts as stopped
+_KEPT = 2  # checkpoints
+_SILENT = 600.0  # seconds without a write after which a run on another machine counts as stopped
+_PARTS = ("tensors.safetensors", "state.json")  # of a checkpoint
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on after a round."""
+    """Everything that a run needs to resume after a round."""
 
     round: int
     tensors: dict[str, Tensor]
@@ -46,36 +47,33 @@ class Checkpoint:
 
 
 class RunFolder(Files):
-    """One run on disk. Only one process at a time may write into it."""
+    """One run on disk. Only one process at a time may write to it."""
 
     def __init__(self, path: Path, within: Path | None = None) -> None:
         super().__init__(path, within)
         self.is_new = False  # made by this process
         self._lock: IO[str] | None = None
 
-    # ---- making and opening ----
+    # ---- creating and opening ----
 
     @classmethod
     def create(cls, root: Path, name: str | None, default_name: str, config: Mapping[str, Any]) -> RunFolder:
-        """Make a new folder; a name that is taken is refused, a default name gets the next free number."""
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"The folder {root} cannot be made: {error.strerror}.") from error
-        for number in range(1, 1_000_000):
+        """Create a folder. A name must be free; a default name gets the next free number."""
+        for number in itertools.count(1):
             path = root / (name or (default_name if number == 1 else f"{default_name}-{number}"))
             try:
+                root.mkdir(parents=True, exist_ok=True)
                 path.mkdir()
                 break
-            except FileExistsError as error:
-                if name is not None and not (path / "config.toml").exists():
-                    raise RunError(f"{path} exists and is not a run folder; choose another --name.") from error
-                if name is not None:
-                    raise RunError(
-                        f"The run folder {path} exists; go on with 'coterie resume {path}', or choose another --name."
-                    ) from error
             except OSError as error:
-                raise StorageError(f"The folder {path} cannot be made: {error.strerror}.") from error
+                if not root.is_dir() or not isinstance(error, FileExistsError):
+                    where = path if root.is_dir() else root
+                    raise StorageError(f"The folder {where} cannot be created: {reason(error)}.") from error
+                if name is not None:
+                    is_run = (path / "config.toml").exists()
+                    resume = f"Resume it with 'coterie resume {path}', or choose" if is_run else "Choose"
+                    kind = "already exists" if is_run else "exists and is not a run folder"
+                    raise RunError(f"{path} {kind}. {resume} another --name.") from error
         folder = cls(path)
         folder.is_new = True
         try:
@@ -84,35 +82,32 @@ class RunFolder(Files):
             folder.write_text("config.toml", to_toml({"schema": SCHEMA, **config}))
         except OSError as error:
             folder.discard()
-            reason = error.__cause__ if isinstance(error, StorageError) else error
-            raise StorageError(f"The run folder {path} cannot be written: {_reason(reason)}.") from error
+            raise StorageError(f"{path} cannot be written: {reason(error.__cause__ or error)}.") from error
         return folder
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """An existing run; a folder that is none, or from a newer version, is refused."""
+        """An existing run; another folder, or one of a newer version, is an error."""
         folder = cls(path)
         folder.config()
         return folder
 
     def lock(self) -> None:
-        """Hold the folder for writing until this process ends."""
+        """Reserve the folder for writing by this process."""
         try:
             import fcntl
         except ImportError:
-            raise StorageError(
-                f"{self.path} cannot be locked: run folders are written on Linux and macOS only."
-            ) from None
-        try:  # not cut short before it is locked: it says who holds it
+            raise StorageError(f"{self.path} cannot be locked: coterie writes runs on Linux and macOS only.") from None
+        try:  # not truncated before it is locked: it says who holds it
             handle = os.fdopen(os.open(self.path / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
         except OSError as error:
-            raise StorageError(f"{self.path} cannot be written: {_reason(error)}.") from error
+            raise StorageError(f"{self.path} cannot be written: {reason(error)}.") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             handle.close()
             raise RunError(f"{self.path} is in use by another process.") from error
-        # Who holds it, for those who only look: trying the lock could make a run fail that is just starting.
+        # Readers see here who holds it. If they tried the lock, a run that is just starting could fail.
         with contextlib.suppress(OSError):
             handle.truncate(0)
             handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "born": _born(os.getpid())}))
@@ -120,7 +115,7 @@ class RunFolder(Files):
         self._lock = handle
 
     def is_held(self) -> bool:
-        """Whether some process is at work in the folder; of one on another machine it is what its files suggest."""
+        """Whether a process is writing to the folder; for one on another machine, whether files changed recently."""
         try:
             holder = self.read_json(".lock")
             host, pid, born = str(holder["host"]), int(holder["pid"]), holder["born"]
@@ -131,25 +126,28 @@ class RunFolder(Files):
             return False
 
     def unlock(self) -> None:
-        """Let others write."""
+        """Let other processes write."""
         if self._lock is not None:
             with contextlib.suppress(OSError):
                 self._lock.truncate(0)
             self._lock.close()
             self._lock = None
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[RunFolder]:
+        """Reserve the folder for writing within a `with` block."""
+        if self._lock is None:
+            self.lock()
+        try:
+            yield self
+        finally:
+            self.unlock()
+
     def discard(self) -> None:
-        """Take a folder away that this process made and in which no round was done."""
+        """Remove the folder if this process created it and no round is complete."""
         if self.is_new and not self.rows_bytes() and not self._saved_rounds():
             self.unlock()
             shutil.rmtree(self.path, ignore_errors=True)
-
-    def read_arrays(self, name: str) -> dict[str, NDArray[Any]]:
-        """The arrays of an .npz file; none if it is not there or damaged."""
-        try:
-            return self.arrays(name) or {}
-        except RunError:
-            return {}
 
     # ---- writing ----
 
@@ -171,31 +169,27 @@ class RunFolder(Files):
         path = self.path / "rounds.jsonl"
         if path.exists() or length:
             if self.rows_bytes() < length:
-                raise RunError(f"{path} is shorter than the checkpoint says: lines were removed from it.")
+                raise RunError(f"{path} is shorter than the checkpoint says: lines were removed.")
             with path.open("r+b") as lines:
                 lines.truncate(length)
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a whole file, or leave the old one as it was."""
-        self._write_bytes(self.path / name, text.encode())
+        self._write_bytes(name, text.encode())
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write a JSON file."""
         self.write_text(name, json.dumps(value, indent=2) + "\n")
 
     def write_array(self, name: str, array: NDArray[Any]) -> None:
-        """Write an .npy file."""
-        buffer = io.BytesIO()
-        np.save(buffer, array, allow_pickle=False)
-        self._write_bytes(self.path / name, buffer.getvalue())
+        np.save(buffer := io.BytesIO(), array, allow_pickle=False)
+        self._write_bytes(name, buffer.getvalue())
 
     def write_arrays(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Write an .npz file."""
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-        self._write_bytes(self.path / name, buffer.getvalue())
+        np.savez_compressed(buffer := io.BytesIO(), **arrays)  # type: ignore[arg-type]
+        self._write_bytes(name, buffer.getvalue())
 
-    def _write_bytes(self, path: Path, content: bytes) -> None:
+    def _write_bytes(self, name: str, content: bytes) -> None:
+        """Write a whole file, or leave the old one as it was."""
+        path = self.path / name
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,31 +202,31 @@ class RunFolder(Files):
             temporary.unlink(missing_ok=True)
             raise self._refused(path.name, error) from error
 
-    def _refused(self, what: str, error: OSError) -> StorageError:
-        last = self._saved_rounds()
-        kept = f"the checkpoint of round {last[-1]} is kept" if last else "there is no checkpoint yet"
+    def _refused(self, what: str, error: Exception) -> StorageError:
+        saved = self._saved_rounds()
+        kept = f"The checkpoint of round {saved[-1]} is kept" if saved else "There is no checkpoint yet"
         return StorageError(
-            f"{what} of {self.path} could not be written: {_reason(error)}; {kept}. "
-            f"Make room and go on with 'coterie resume {self.path}'."
+            f"{what} of {self.path} could not be written: {reason(error)}. {kept}. "
+            f"Free some space and resume with 'coterie resume {self.path}'."
         )
 
     # ---- checkpoints ----
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint whole, then forget all but the last two."""
+        """Write a checkpoint, then delete all but the last two."""
         home = self.path / "checkpoint"
         final = home / _folder_name(checkpoint.round)
         temporary = home / f".{final.name}.tmp"
         try:
             home.mkdir(exist_ok=True)
             if self.rows_bytes():
-                _sync(self.path / "rounds.jsonl")  # a checkpoint must not know of rows that a power cut could take
+                _sync(self.path / "rounds.jsonl")  # a power cut must not lose rows that the checkpoint counts
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             safetensors.torch.save_file(_storable(checkpoint.tensors), temporary / "tensors.safetensors")
             state = {"schema": SCHEMA, "round": checkpoint.round, **checkpoint.plain}
             (temporary / "state.json").write_text(json.dumps(state))
-            digests = {name: _digest(temporary / name) for name in ("tensors.safetensors", "state.json")}
+            digests = {name: _digest(temporary / name) for name in _PARTS}
             (temporary / "digests.json").write_text(json.dumps(digests))
             for name in (*digests, "digests.json"):
                 _sync(temporary / name)
@@ -241,16 +235,15 @@ class RunFolder(Files):
             _sync(home)
         except (OSError, safetensors.SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            problem = error if isinstance(error, OSError) else OSError(str(error))
-            raise self._refused(f"The checkpoint of round {checkpoint.round}", problem) from error
-        # Later ones can only be damaged ones that this run has gone back behind.
+            raise self._refused(f"The checkpoint of round {checkpoint.round}", error) from error
+        # A later one is damaged: the run was resumed from an earlier one.
         saved = self._saved_rounds()
         kept = [round for round in saved if round <= checkpoint.round][-_KEPT:]
         for old in set(saved) - set(kept):
             shutil.rmtree(home / _folder_name(old), ignore_errors=True)
 
     def load_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that is whole, and a sentence about each one that is not."""
+        """The newest intact checkpoint, and a sentence about each damaged one."""
         problems: list[str] = []
         for round in reversed(self._saved_rounds()):
             try:
@@ -261,16 +254,16 @@ class RunFolder(Files):
             except CheckpointError as error:
                 problems.append(str(error))
         if problems:
-            problems.append("No whole checkpoint is left; the run begins again with the first round.")
+            problems.append("No intact checkpoint is left; the run starts again from the first round.")
         return None, problems
 
     def _read_checkpoint(self, round: int) -> Checkpoint:
         path = self.path / "checkpoint" / _folder_name(round)
         try:
             digests = json.loads((path / "digests.json").read_text())
-            for name in ("tensors.safetensors", "state.json"):
+            for name in _PARTS:
                 if _digest(path / name) != digests[name]:
-                    raise CheckpointError(f"{path / name} was cut short or altered; this checkpoint is not used.")
+                    raise CheckpointError(f"{path / name} is truncated or altered; this checkpoint is not used.")
             plain = json.loads((path / "state.json").read_text())
             tensors = safetensors.torch.load_file(path / "tensors.safetensors")
         except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
@@ -280,20 +273,8 @@ class RunFolder(Files):
         return Checkpoint(round, tensors, plain)
 
     def _saved_rounds(self) -> list[int]:
-        home = self.path / "checkpoint"
-        if not home.is_dir():
-            return []
-        return sorted(int(p.name.removeprefix("round-")) for p in home.glob("round-*") if p.is_dir())
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[RunFolder]:
-        """Hold the folder for writing within a block."""
-        if self._lock is None:
-            self.lock()
-        try:
-            yield self
-        finally:
-            self.unlock()
+        found = (self.path / "checkpoint").glob("round-*")
+        return sorted(int(path.name.removeprefix("round-")) for path in found if path.is_dir())
 
 
 def _folder_name(round: int) -> str:
@@ -301,7 +282,7 @@ def _folder_name(round: int) -> str:
 
 
 def _born(pid: int) -> str | None:
-    """When a process was started, so that a number that was given away again is not taken for it; None: it is gone."""
+    """When a process started, which tells it from a later one with the same number; None: it is gone."""
     stat = Path(f"/proc/{pid}/stat")
     try:
         if stat.parent.parent.joinpath("self").exists():
@@ -312,11 +293,6 @@ def _born(pid: int) -> str | None:
     except (OSError, IndexError):
         return None
     return "alive"
-
-
-def _reason(error: object) -> str:
-    """What the system said, without number and path."""
-    return str(getattr(error, "strerror", None) or error)
 
 
 def _digest(path: Path) -> str:
@@ -333,21 +309,21 @@ def _sync(path: Path) -> None:
 
 
 def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, contiguous, and no two of them in the same memory, as safetensors wants them."""
-    made: dict[str, Tensor] = {}
-    places: set[int] = set()
+    """The tensors on the CPU, contiguous, and each in memory of its own, as safetensors requires."""
+    stored: dict[str, Tensor] = {}
+    taken: set[int] = set()
     for name, tensor in tensors.items():
         plain = tensor.detach().cpu().contiguous()
-        place = plain.untyped_storage().data_ptr()
-        if place in places or plain.untyped_storage().nbytes() != plain.numel() * plain.element_size():
+        storage = plain.untyped_storage()
+        if storage.data_ptr() in taken or storage.nbytes() != plain.nbytes:
             plain = plain.clone()
-        places.add(plain.untyped_storage().data_ptr())
-        made[name] = plain
-    return made
+        taken.add(plain.untyped_storage().data_ptr())
+        stored[name] = plain
+    return stored
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """A TOML document of plain values and tables of them.
+    """A TOML document of values and tables.
 
     >>> print(to_toml({"schema": 1, "run": {"name": "a", "lr": 0.1, "shape": [1, 2]}}))
     schema = 1
@@ -358,19 +334,15 @@ def to_toml(values: Mapping[str, Any]) -> str:
     shape = [1, 2]
     <BLANKLINE>
     """
-    plain = {k: v for k, v in values.items() if not isinstance(v, Mapping)}
-    tables = {k: v for k, v in values.items() if isinstance(v, Mapping)}
-    lines = [f"{key} = {_toml_value(value)}" for key, value in plain.items()]
-    for key, table in tables.items():
-        lines += ["", f"[{key}]"]
-        lines += [f"{name} = {_toml_value(value)}" for name, value in table.items()]
+    lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if not isinstance(value, Mapping)]
+    for key, table in values.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[{key}]", *(f"{name} = {_toml_value(value)}" for name, value in table.items())]
     return "\n".join(lines) + "\n"
 
 
 def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
+    if isinstance(value, (bool, str)):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"

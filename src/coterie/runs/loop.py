@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from coterie.client.steps import adapt_and_evaluate, evaluate, evaluate_privatel
 from coterie.data.federation import Federation
 from coterie.engines.attacks import Attack
 from coterie.engines.base import Engine, Failure
-from coterie.errors import ConfigError, Interrupted
+from coterie.errors import ConfigError, Interrupted, RunError
 from coterie.methods.base import Algorithm, Personal
 from coterie.randomness import Rng
 from coterie.runs.exhibits import Arrays, Sketches, listening, member_pictures
@@ -314,7 +315,8 @@ class Trainer:
         assert self.folder is not None
         self.folder.cut_rows(checkpoint.plain["rows_bytes"])
         self.load(checkpoint)
-        self.sketches.load(self.folder.read_arrays("artifacts/sketches.npz"))
+        with contextlib.suppress(RunError):  # damaged: the map of the models begins anew
+            self.sketches.load(self.folder.arrays("artifacts/sketches.npz") or {})
 
     def load(self, checkpoint: Checkpoint) -> None:
         """As `restore`, of a folder that is only read."""

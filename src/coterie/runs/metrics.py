@@ -1,4 +1,4 @@
-"""Metrics of a run. A metric is one function; records, tables and pages take their lists from here.
+"""Metrics of a run. A metric is one function; rounds, summary, tables and reports list the registered ones.
 
     @register_metric("below_half", "below 50 %", "share of clients with accuracy below 50 %", format=PERCENT)
     def below_half(accuracy):
@@ -6,14 +6,14 @@
 
 The names of its parameters say what it is computed from:
 
-    accuracy, f1, loss, samples   scores and number of test samples of the clients that have any [n]
-    clusters                      clusters of these clients [n]; -1: none yet
+    accuracy, f1, loss, samples   scores and number of test samples of the clients that have test samples [n]
+    clusters                      clusters of these clients [n]; -1: not seen
     labels, groups                clusters and true groups of the clients seen so far [m]
-    before, after                 clusters of all clients before and after the round [N]; -1: none yet
-    rows                          records of all rounds: a metric of the whole run, for the summary
+    before, after                 clusters of all clients before and after the round [N]; -1: not seen
+    rows                          rows of all rounds: a metric of the whole run, for the summary
 
-Where one of them is not known (a regression has no accuracy, data may have no true groups), the metric is None.
-"micro" weighs a client by its test samples, "macro" is the plain mean over clients.
+If one of them is unknown (a regression has no accuracy, data may have no true groups), the metric is None.
+"micro" weighs clients by their test samples, "macro" is the plain mean over clients.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -44,7 +45,7 @@ EVERYWHERE: tuple[Where, ...] = ("summary", "table", "terminal", "headline", "co
 
 
 class Format(NamedTuple):
-    """How a value is shown."""
+    """How a value is formatted."""
 
     factor: float = 1.0
     digits: int = 2
@@ -59,7 +60,7 @@ class Format(NamedTuple):
         return "-" if value is None else f"{self.factor * value:.{self.digits}f}"
 
 
-NUMBER, PERCENT, BYTES, SECONDS = Format(), Format(100, 2, "%"), Format(1e-6, 1, "MB"), Format(1, 1, "s")
+NUMBER, PERCENT, SECONDS = Format(), Format(100, 2, "%"), Format(1, 1, "s")
 
 
 # ---- the registry ----
@@ -69,32 +70,32 @@ NUMBER, PERCENT, BYTES, SECONDS = Format(), Format(100, 2, "%"), Format(1e-6, 1,
 class Metric:
     """One number of a round or of a run. As a decorator it registers the function that computes the number.
 
-    It is shown in the summary (file and terminal), in the table of `compare` and `sweep` (file; "terminal": also
-    printed, as in `list runs`; "wide": printed where there is room), in the headline (tiles of the report, `list runs
-    --json`), and in the report's table of several runs ("compare") and curves by round ("curves", also plots).
+    `shown` lists where it appears: "summary" (file and terminal), "table" (the files of `compare` and `sweep`),
+    "terminal" (their printed tables and `list runs`), "wide" (the same if there is room), "headline" (the tiles of the
+    report, `list runs --json`), "compare" (the report's table of several runs), "curves" (report and plots, by round).
     """
 
-    path: str  # its place in a record: "accuracy.bottom5", "ari"
-    label: str  # for people: "5 worst clients"
-    about: str  # what it is, in a sentence
+    path: str  # its place in a row or summary: "accuracy.bottom5", "ari"
+    label: str  # the name that people read: "5 worst clients"
+    about: str  # a short description
     format: Format = NUMBER
     better: Literal["high", "low", "none"] = "high"
-    short: str = ""  # head of its column in a terminal; by default the label
-    line: str = ""  # of the printed summary; by default the label
-    word: str = ""  # before the value in that line
-    panel: str = ""  # the chart of a run that it is drawn in, by its main metric; "": a chart of its own
+    short: str = ""  # column heading in a terminal; by default the label
+    line: str = ""  # line of the printed summary; by default the label
+    word: str = ""  # printed before the value in that line
+    panel: str = ""  # key of the metric whose chart it shares; "": a chart of its own
     shown: tuple[Where, ...] = EVERYWHERE
     needs: tuple[str, ...] = ()  # by default the names of the function's parameters
     function: Callable[..., float | None] = field(init=False)
 
     @property
     def place(self) -> tuple[str, ...]:
-        """The keys that lead to it in a record."""
+        """Its keys in a row or summary."""
         return tuple(self.path.split("."))
 
     @property
     def key(self) -> str:
-        """Its name as a curve: "bottom5"; a macro mean has the name of its score."""
+        """Its name as a curve: "bottom5". A macro mean has the name of its score."""
         table, _, part = self.path.rpartition(".")
         return {"macro": table, "micro": f"{table}_micro"}.get(part, part)
 
@@ -109,25 +110,25 @@ class Metric:
         others = [*_FACTS, *(other.path for other in METRICS.values() if other.path != self.path)]
         for other in others:  # neither may lie inside the other
             if f"{self.path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{self.path}."):
-                raise ConfigError(f"A record has '{other}' already; metric {self.path} needs another name.")
+                raise ConfigError(f"A row already has '{other}'. Give metric {self.path} another name.")
         if METRICS.get(self.key, self).path != self.path:
-            raise ConfigError(f"There is a metric {self.key} already; metric {self.path} needs another name.")
+            raise ConfigError(f"There is already a metric {self.key}. Give metric {self.path} another name.")
         METRICS[self.key] = self
         return function
 
     @property
     def of_run(self) -> bool:
-        """Whether it is computed once, of all rounds."""
+        """Whether it is computed once, from all rounds."""
         return "rows" in self.needs
 
     def value(self, known: Mapping[str, Any]) -> float | None:
-        """Computed from what is known; None where something it needs is not."""
+        """Its value; None if something it needs is unknown."""
         values = [known.get(name) for name in self.needs]
         found = None if any(value is None for value in values) else self.function(*values)
         return None if found is None else float(found)
 
     def read(self, record: Any) -> Any:
-        """What a record has in its place; None where it has nothing."""
+        """Its value in a row or summary; None if it is missing."""
         for part in self.place:
             record = record.get(part) if isinstance(record, Mapping) else None
         return record
@@ -138,12 +139,12 @@ register_metric = Metric
 
 
 def metrics(*where: Where) -> list[Metric]:
-    """The metrics that are shown in any of these places, in the order in which they were registered."""
+    """The metrics that are shown in any of these places, in order of registration."""
     return [metric for metric in METRICS.values() if set(where) & set(metric.shown)]
 
 
 def nested(values: Iterable[tuple[Metric, Any]]) -> dict[str, Any]:
-    """Values in their places of a record."""
+    """Values in nested tables, each in the place of its metric."""
     found: dict[str, Any] = {}
     for metric, value in values:
         inner = found
@@ -153,32 +154,30 @@ def nested(values: Iterable[tuple[Metric, Any]]) -> dict[str, Any]:
     return found
 
 
-# ---- records ----
+# ---- rows and summaries ----
 
 
 def of_scores(scores: Mapping[str, NDArray[Any]], labels: Ints | None = None) -> dict[str, Any]:
-    """What metrics may know of an evaluation, from the clients' scores [N]."""
+    """Inputs of metrics from an evaluation: the clients' scores [N] and labels [N]."""
     has = scores["samples"] > 0
     known: dict[str, Any] = {**scores, "samples": scores["samples"].astype(np.int64), "clusters": labels}
     return {name: known[name][has] if has.any() and known.get(name) is not None else None for name in _OF_SCORES}
 
 
 def of_clusters(labels: Ints, groups: Ints | None) -> dict[str, Any]:
-    """What metrics may know of a clustering: labels [N], -1 for clients not seen yet, and true groups [N]."""
+    """Inputs of metrics from a clustering: labels [N], -1 for clients not seen yet, and true groups [N]."""
     seen = labels >= 0
-    return {
-        "labels": labels[seen] if seen.any() else None,
-        "groups": groups[seen] if groups is not None and seen.any() else None,
-    }
+    both = {"labels": labels, "groups": groups}
+    return {name: values[seen] if values is not None and seen.any() else None for name, values in both.items()}
 
 
 def measured(known: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a round, as its record has them; those of an evaluation only where there was one."""
+    """The metrics of a round for its row; scores only if the round was evaluated."""
     return _record((metric, metric.value(known)) for metric in METRICS.values() if known.keys() >= set(metric.needs))
 
 
 def summarized(rows: Sequence[Mapping[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a run: scores of its last evaluation, clusters as they are now, and those of all rounds."""
+    """The metrics of a run: scores of the last evaluation, current clusters, and metrics of all rounds."""
     last: Mapping[str, Any] = next((row for row in reversed(rows) if "accuracy" in row), {})
     known = {**known, "rows": rows}
     return _record(
@@ -188,7 +187,7 @@ def summarized(rows: Sequence[Mapping[str, Any]], known: Mapping[str, Any]) -> d
 
 
 def _record(values: Iterable[tuple[Metric, Any]]) -> dict[str, Any]:
-    """Nested values; a table in which nothing is known is None."""
+    """Values in nested tables; a table without any value is None."""
 
     def is_empty(value: Any) -> bool:
         return isinstance(value, dict) and all(part is None for part in value.values())
@@ -205,12 +204,12 @@ def macro(values: Floats) -> float:
 
 
 def micro(values: Floats, samples: Ints) -> float:
-    """The mean weighted by test samples."""
+    """The mean over clients, weighted by test samples."""
     return float(np.average(values, weights=samples))
 
 
 def _register_means(score: str, label: str, about: str, shown: tuple[Where, ...], **options: Any) -> None:
-    """The macro mean of a client's score, shown as said, and the micro mean."""
+    """Register the macro mean of a score, shown in these places, and its micro mean."""
     options |= {"line": label}
     register_metric(f"{score}.macro", label, about, word="macro", shown=shown, needs=(score,), **options)(macro)
     label, about, needs = f"{label}, micro", f"{about}, weighted by samples", (score, "samples")
@@ -225,18 +224,19 @@ _register_means("accuracy", "accuracy", "mean over clients, own test samples", E
     "accuracy.best5", "best 5 rounds", "mean of the five best", PERCENT, word="micro", shown=("summary", "compare")
 )
 def best_rounds(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Mean of the five best rounds' micro accuracy (FedDSMIC's way of reporting)."""
+    """Mean micro accuracy of the five best rounds, as FedDSMIC reports it."""
     seen = [row["accuracy"]["micro"] for row in rows if row.get("accuracy")]
     return float(np.sort(seen)[::-1][:BEST_ROUNDS].mean()) if seen else None
 
 
-@register_metric(
+_fairness = partial(register_metric, format=PERCENT, line="fairness")
+
+
+@_fairness(
     "accuracy.bottom5",
     "5 worst clients",
     "mean accuracy of the five worst",
-    PERCENT,
     short="5 worst",
-    line="fairness",
     word="5 worst clients",
     panel="accuracy",
 )
@@ -245,14 +245,8 @@ def bottom_clients(accuracy: Floats) -> float:
     return float(np.sort(accuracy)[:BOTTOM_CLIENTS].mean())
 
 
-@register_metric(
-    "accuracy.worst_decile",
-    "worst tenth",
-    "mean accuracy of the worst tenth",
-    PERCENT,
-    line="fairness",
-    word="worst tenth",
-    shown=("summary",),
+@_fairness(
+    "accuracy.worst_decile", "worst tenth", "mean accuracy of the worst tenth", word="worst tenth", shown=("summary",)
 )
 def worst_tenth(accuracy: Floats) -> float:
     """Mean accuracy of the worst tenth of the clients."""
@@ -267,68 +261,37 @@ _register_means("loss", "loss", "mean over clients", _NOT_PRINTED, format=Format
 
 # ---- agreement with the true groups, and churn ----
 
-
-def contingency(labels: Ints, groups: Ints) -> NDArray[np.float64]:
-    """How many clients are in each pair of (cluster, group)."""
-    _, rows = np.unique(labels, return_inverse=True)
-    _, columns = np.unique(groups, return_inverse=True)
-    table = np.zeros((rows.max() + 1, columns.max() + 1))
-    np.add.at(table, (rows, columns), 1)
-    return table
+_agreement = partial(register_metric, line="true groups", panel="churn")
 
 
-def adjusted_rand(labels: Ints, groups: Ints) -> float:
-    """Adjusted Rand index (Hubert and Arabie 1985): 1 for the same partition, about 0 for chance.
+@_agreement("ari", "ARI", "agreement with the true groups: 1 exact, 0 chance", word="ARI")
+def ari(labels: Ints, groups: Ints) -> float:
+    """Adjusted Rand index (Hubert and Arabie 1985).
 
-    >>> adjusted_rand(np.array([0, 0, 1, 1]), np.array([5, 5, 2, 2]))
+    >>> ari(np.array([0, 0, 1, 1]), np.array([5, 5, 2, 2]))
     1.0
     """
     from sklearn.metrics import adjusted_rand_score
 
-    return min(1.0, float(adjusted_rand_score(groups, labels)))  # rounding may go beyond
+    return min(1.0, float(adjusted_rand_score(groups, labels)))  # rounding errors may exceed 1
 
 
-def normalized_mutual_information(labels: Ints, groups: Ints) -> float:
+@_agreement("nmi", "NMI", "normalized mutual information of clusters and true groups", word="NMI", shown=("summary",))
+def nmi(labels: Ints, groups: Ints) -> float:
     """Mutual information over the mean of both entropies."""
     from sklearn.metrics import normalized_mutual_info_score
 
     return min(1.0, float(normalized_mutual_info_score(groups, labels)))
 
 
-@register_metric(
-    "ari", "ARI", "agreement with the true groups: 1 exact, 0 chance", line="true groups", word="ARI", panel="churn"
-)
-def ari(labels: Ints, groups: Ints) -> float:
-    """Adjusted Rand index."""
-    return adjusted_rand(labels, groups)
-
-
-@register_metric(
-    "nmi",
-    "NMI",
-    "normalized mutual information of clusters and true groups",
-    line="true groups",
-    word="NMI",
-    panel="churn",
-    shown=("summary",),
-)
-def nmi(labels: Ints, groups: Ints) -> float:
-    """Normalized mutual information."""
-    return normalized_mutual_information(labels, groups)
-
-
-@register_metric(
-    "purity",
-    "purity",
-    "share of clients in a cluster where their true group is the largest",
-    line="true groups",
-    word="purity",
-    panel="churn",
-    shown=("summary",),
+@_agreement(
+    "purity", "purity", "share of clients in the largest true group of their cluster", word="purity", shown=("summary",)
 )
 def purity(labels: Ints, groups: Ints) -> float:
-    """Share of clients that are in a cluster where their group is the largest."""
-    return float(contingency(labels, groups).max(1).sum() / len(labels))
+    """Share of clients that are in the largest true group of their cluster."""
+    from sklearn.metrics.cluster import contingency_matrix
+
+    return float(contingency_matrix(groups, labels).max(0).sum() / len(labels))
 
 
 @register_metric(
@@ -341,11 +304,11 @@ def churn(before: Ints, after: Ints) -> float:
     return float((before[seen] != known[seen]).mean()) if seen.any() else 0.0
 
 
-# ---- more that a record holds ----
+# ---- other parts of a row ----
 
 
 def quantiles(scores: Mapping[str, NDArray[Any]]) -> dict[str, list[float]]:
-    """How a score is spread over the clients: the tenth, quarter, half, three quarters and nine tenths.
+    """Quantiles of each score over the clients: 0.1, 0.25, 0.5, 0.75 and 0.9.
 
     >>> quantiles({"samples": np.ones(5), "accuracy": np.array([0.0, 0.25, 0.5, 0.75, 1.0])})
     {'accuracy': [0.1, 0.25, 0.5, 0.75, 0.9]}
@@ -356,6 +319,6 @@ def quantiles(scores: Mapping[str, NDArray[Any]]) -> dict[str, list[float]]:
 
 
 def cluster_sizes(labels: Ints, num_clusters: int) -> list[int]:
-    """Members of each cluster, empty ones included."""
-    met = labels[labels >= 0]
-    return np.bincount(met, minlength=num_clusters).tolist() if len(met) or num_clusters else []
+    """Number of members of each cluster, empty clusters included."""
+    sizes: list[int] = np.bincount(labels[labels >= 0], minlength=num_clusters).tolist()
+    return sizes

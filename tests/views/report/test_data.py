@@ -147,15 +147,15 @@ DAMAGES: dict[str, tuple[str, bytes | None, str]] = {
     "no config": ("config.toml", None, "is not a run folder: it has no config.toml"),
     "config cut": ("config.toml", b"schema = 1\n[run", "config.toml is damaged"),
     "config of bytes": ("config.toml", b"\xff\xfe\x00", "config.toml is damaged"),
-    "config without schema": ("config.toml", b"[run]\n", "does not say its schema"),
-    "config of words": ("config.toml", b"schema = 'one'\n", "does not say its schema"),
+    "config without schema": ("config.toml", b"[run]\n", "has no schema number"),
+    "config of words": ("config.toml", b"schema = 'one'\n", "has no schema number"),
     "config of tomorrow": ("config.toml", b"schema = 99\n[run]\n", "has schema 99"),
     "config without run": ("config.toml", b"schema = 1\n", "has no table \\[run\\]"),
     "rows of text": ("rounds.jsonl", b"hello\n", "damaged in line 1"),
-    "rows of numbers": ("rounds.jsonl", b"3\n", "line 1: it does not say its round"),
-    "round of text": ("rounds.jsonl", b'{"round": "1"}\n', "does not say its round"),
-    "round zero": ("rounds.jsonl", b'{"round": 0}\n', "does not say its round"),
-    "round true": ("rounds.jsonl", b'{"round": true}\n', "does not say its round"),
+    "rows of numbers": ("rounds.jsonl", b"3\n", "line 1: it has no round number"),
+    "round of text": ("rounds.jsonl", b'{"round": "1"}\n', "has no round number"),
+    "round zero": ("rounds.jsonl", b'{"round": 0}\n', "has no round number"),
+    "round true": ("rounds.jsonl", b'{"round": true}\n', "has no round number"),
     "rounds backwards": ("rounds.jsonl", b'{"round": 2}\n{"round": 1}\n', "line 2: round 1 comes after round 2"),
     "score of text": ("rounds.jsonl", b'{"round": 1, "accuracy": {"macro": "high"}}\n', "accuracy.macro is 'high'"),
     "score flat": ("rounds.jsonl", b'{"round": 1, "accuracy": 0.5}\n', "accuracy.macro is '0.5'"),
@@ -165,7 +165,7 @@ DAMAGES: dict[str, tuple[str, bytes | None, str]] = {
     "sizes negative": ("rounds.jsonl", b'{"round": 1, "cluster_sizes": [-1]}\n', "cluster_sizes is"),
     "summary cut": ("summary.json", b'{"rounds": 3', "summary.json is damaged"),
     "summary a list": ("summary.json", b"[]", "summary.json is damaged: it is not an object"),
-    "summary empty": ("summary.json", b"{}", "does not say how many rounds"),
+    "summary empty": ("summary.json", b"{}", "it has no number of rounds"),
     "environment cut": ("environment.json", b"{", "environment.json is damaged"),
     "deep": ("summary.json", b"[" * 100_000, "summary.json is damaged"),
 }
@@ -247,7 +247,7 @@ def test_a_pipe_is_not_waited_for_and_a_folder_is_no_file(tmp_path: Path):
     path = make_run(tmp_path)
     (path / "rounds.jsonl").unlink()
     os.mkfifo(path / "rounds.jsonl")
-    with pytest.raises(RunError, match="rounds.jsonl is not a plain file"):
+    with pytest.raises(RunError, match="rounds.jsonl is not a regular file"):
         read_run(path)
     (path / "rounds.jsonl").unlink()
     (path / "rounds.jsonl").mkdir()
@@ -262,7 +262,7 @@ def test_links_that_lead_out_are_not_followed(tmp_path: Path):
     secret.write_text('{"rounds": 1, "password": "x"}')
     (path / "summary.json").unlink()
     (path / "summary.json").symlink_to(secret)
-    with pytest.raises(RunError, match="leads out of"):
+    with pytest.raises(RunError, match="is a link out of"):
         read_run(path, within=root)
     assert read_run(path).summary is not None  # without a limit, links are the user's own affair
 
@@ -276,7 +276,7 @@ def test_files_beyond_sense_are_not_read(tmp_path: Path, monkeypatch: pytest.Mon
     assert "unpacks to 4 MB" in read_run(path).problems[0]
     with (path / "rounds.jsonl").open("ab") as lines:
         lines.truncate(2 << 20)
-    with pytest.raises(RunError, match="has 2 MB; more than 1 MB are not read"):
+    with pytest.raises(RunError, match="has 2 MB; the limit is 1 MB"):
         read_run(path)
 
 
