@@ -116,7 +116,7 @@ def test_a_server_that_goes_away_is_told_and_found_again(browser: Browser, root:
     with serving(root) as (host, port):
         browser.open(f"http://{host}:{port}/run/alpha")
         browser.wait("document.querySelector('#accuracy path.line')")
-    browser.wait("document.getElementById('status').textContent.includes('does not answer')", 10)
+    browser.wait("document.getElementById('status').textContent.includes('does not respond')", 10)
 
 
 def test_a_run_that_becomes_damaged_is_told(browser: Browser, address: str, root: Path):

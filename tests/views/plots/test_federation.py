@@ -21,9 +21,8 @@ from coterie.data.transforms import Rotate, SwapLabels
 from coterie.errors import DataError, MissingExtra
 from coterie.runs.experiment import merge, resolve
 from coterie.views import plots
-from coterie.views.plots.federation import MOST_BUBBLES
 from coterie.views.plots.style import OKABE_ITO
-from coterie.views.report.payload import narrowed
+from coterie.views.report.payload import MOST_BUBBLES, narrowed, tile_gap
 from tests.helpers import ragged_federation
 
 
@@ -219,8 +218,7 @@ def test_a_federation_of_the_size_of_femnist_is_counted_and_drawn_in_seconds():
 
 def tile(figure: Figure, federation: Federation, row: int, column: int) -> Any:
     high, wide = federation.input_shape[1:]
-    gap_y, gap_x = plots.federation._gap(high), plots.federation._gap(wide)
-    top, left = row * (high + gap_y) + gap_y // 2, column * (wide + gap_x) + gap_x // 2
+    top, left = row * (high + tile_gap(wide)), column * (wide + tile_gap(wide))
     return np.asarray(image(figure, "pictures").get_array())[top : top + high, left : left + wide]
 
 

@@ -1,4 +1,4 @@
-"""Who moved where."""
+"""Moves of clients between clusters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from coterie.views.report.flow import MOST_CLUSTERS, MOST_COLUMNS, NOT_MET, OTHERS, flow_of, is_alone, shown_clusters
+from coterie.views.report.flow import MOST_CLUSTERS, MOST_COLUMNS, NOT_SEEN, OTHERS, flow_of, is_alone, shown_clusters
 
 
 def test_columns_stand_where_clients_move():
@@ -36,7 +36,7 @@ def test_small_clusters_of_many_are_taken_together():
     labels = np.array([[*range(21), -1]] * 2)
     flow = flow_of(labels, shown)
     assert dict(flow.nodes[0])[OTHERS] == 21 - len(shown)
-    assert dict(flow.nodes[0])[NOT_MET] == 1
+    assert dict(flow.nodes[0])[NOT_SEEN] == 1
 
 
 def test_clients_that_are_all_alone():

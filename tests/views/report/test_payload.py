@@ -128,7 +128,7 @@ def test_clients_that_are_all_alone_have_no_cluster_pictures(tmp_path: Path):
     path = make_run(tmp_path, clients=40, clusters=40, rounds=2)
     payload = run_payload(read_run(path), tsne=False)
     assert payload["sizes"] is payload["flow"] is payload["confusion"] is None
-    assert ["clusters", "40", "every client is one"] in payload["headline"]
+    assert ["clusters", "40", "one per client"] in payload["headline"]
 
 
 def test_several_runs_bring_a_table_and_one_does_not(tmp_path: Path):

@@ -246,7 +246,7 @@ def test_paths_out_of_the_folder_are_refused(root: Path, tmp_path: Path):
             assert ask(address, f"/api/compare?run={trick}&run=a").split(" ")[1] in ("404", "400"), trick
         listed = ask(address, "/api/runs")
         assert '"id":"link","state":"damaged"' in listed
-        assert "it is not followed" in listed
+        assert "is not followed" in listed
         assert ".hidden" not in listed
 
 

@@ -1,19 +1,19 @@
-"""Pictures, as functions that return matplotlib Figures.
+"""Plots: functions that return matplotlib Figures.
 
-    plots.label_bubbles(federation).savefig("labels.png")      # of a federation, before anything is trained
-    plots.accuracy("runs/rotated-digits-fesem-s0")             # of a run: a folder, or the Result of coterie.run
-    plots.curves(["runs/a", "runs/b"], "f1")                   # of several runs
+    plots.label_bubbles(federation).savefig("labels.png")      # a federation, before training
+    plots.accuracy("runs/rotated-digits-fesem-s0")             # a run: its folder, or the Result of coterie.run
+    plots.curves(["runs/a", "runs/b"], "f1")                   # several runs
 
-Matplotlib is the optional extra `report` and is imported when a picture is made. Every picture has `dark=True`.
+Matplotlib is the optional extra `report`; it is imported when a plot is drawn. Every plot takes `dark=True`.
 """
 
-from coterie.views.plots.clients import client_accuracy, held_labels, member_samples, pseudo_confusion, pseudo_samples
-from coterie.views.plots.federation import classes_that_hold, group_samples, k_curves, label_bubbles
+from coterie.views.plots.labels import classes_that_hold, held_labels, label_bubbles
 from coterie.views.plots.run import (
     accuracy,
     accuracy_by_bytes,
     bytes_sent,
     churn,
+    client_accuracy,
     cluster_sizes,
     confusion,
     f1,
@@ -22,7 +22,8 @@ from coterie.views.plots.run import (
     model_map,
     seconds,
 )
-from coterie.views.plots.several import PICTURES, curves, picture_names, save_all
+from coterie.views.plots.samples import group_samples, member_samples, pseudo_confusion, pseudo_samples
+from coterie.views.plots.several import PICTURES, curves, k_curves, picture_names, save_all
 from coterie.views.plots.style import DARK, LIGHT
 
 __all__ = [

@@ -1,7 +1,8 @@
-"""Pictures of a run by round, of its clusters and of its costs: `accuracy(run).savefig("accuracy.png")`.
+"""Plots of one run: scores by round, clusters, clients and costs.
 
-A run is a path to its folder, or the `Result` that `coterie.run` gave back. A picture that a run has nothing for
-(a map of a method that sends no models, a confusion without true groups) raises a DataError that says so.
+    plots.accuracy("runs/a").savefig("accuracy.png")     # a path, or the Result of coterie.run
+
+If a run has no data for a plot (a confusion without true groups), the function raises a DataError that says so.
 """
 
 from __future__ import annotations
@@ -14,29 +15,31 @@ from numpy.typing import NDArray
 
 from coterie.data.pictures import spread_evenly
 from coterie.errors import DataError, UnknownName
+from coterie.runs.metrics import METRICS
 from coterie.runs.reading import RunData
-from coterie.views.plots.common import (
-    MARKERS,
+from coterie.views.plots.style import (
+    OKABE_ITO,
+    Theme,
     cluster_colour,
     cluster_name,
+    colour,
     draw_line,
-    drawn_in,
     frame,
-    megabytes_sent,
     of_run,
+    panel,
     put_legend,
-    refuse_lone,
     round_axis,
     score_axis,
-    scores,
 )
-from coterie.views.plots.style import OKABE_ITO, Theme, colour, ink_axes, panel, write_title
-from coterie.views.report.flow import confusion_of, flow_of_run, sizes_of
+from coterie.views.report.compare import megabytes_sent
+from coterie.views.report.flow import confusion_of, flow_of_run, is_alone, sizes_of
 from coterie.views.report.map import mapped_clients, neighbours, principal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_MARKERS = "os^D"  # after eight groups the colours repeat with another shape
 
 
 # ---- scores by round ----
@@ -59,26 +62,23 @@ def loss(run: Any, *, dark: bool = False) -> Figure:
 
 def _score(run: Any, name: str, dark: bool) -> Figure:
     data, theme = of_run(run, dark)
-    values = data.curves.get(name)
+    values, label = data.curves.get(name), METRICS[name].label
     if values is None or not np.isfinite(values).any():
-        raise DataError(f"{data.name} has no {scores()[name]} yet.")
-    figure, axes = frame(f"{data.title}: {scores()[name]} by round", theme)
-    told = np.isfinite(data.spread[name]).all(1)
-    for low, high, opacity in ((0, 4, 0.15), (1, 3, 0.2)):
-        five = data.spread[name][told]
-        label = "middle 8 tenths of the clients" if low == 0 else "middle half"
-        axes.fill_between(
-            data.rounds[told], five[:, low], five[:, high], color=colour(0), alpha=opacity, linewidth=0, label=label
-        )
-    draw_line(axes, data.rounds, values, colour(0), "mean over clients", linewidth=1.8)
+        raise DataError(f"{data.name} has no {label} yet.")
+    figure, axes = frame(f"{data.title}: {label} by round", theme)
+    known = np.isfinite(data.spread[name]).all(1)
+    five, rounds = data.spread[name][known].T, data.rounds[known]
+    for low, high, opacity, what in ((0, 4, 0.15, "middle 80 % of clients"), (1, 3, 0.2, "middle 50 %")):
+        axes.fill_between(rounds, five[low], five[high], color=colour(0), alpha=opacity, linewidth=0, label=what)
+    draw_line(axes, data.rounds, values, colour(0), "mean over clients", width=1.8)
     score_axis(axes, name)
     round_axis(axes)
-    for place, metric in enumerate(drawn_in(name)):
+    for place, metric in enumerate(metric for metric in METRICS.values() if metric.panel == name):
         if np.isfinite(data.curves[metric.key]).any():
-            draw_line(axes, data.rounds, data.curves[metric.key], colour(3 + place), metric.label, linestyle=":")
-    above: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+            draw_line(axes, data.rounds, data.curves[metric.key], colour(3 + place), metric.label, style=":")
     for repair in data.repairs if name == "accuracy" else []:
-        axes.plot([repair["round"]], [1.01], marker="v", color=colour(3), **above)
+        above = axes.get_xaxis_transform()
+        axes.plot([repair["round"]], [1.01], marker="v", color=colour(3), transform=above, clip_on=False)
     put_legend(axes, theme)
     return figure
 
@@ -86,10 +86,17 @@ def _score(run: Any, name: str, dark: bool) -> Figure:
 # ---- clusters ----
 
 
-def cluster_sizes(run: Any, *, dark: bool = False) -> Figure:
-    """Clients in each cluster by round, one above the other."""
+def _clustered(run: Any, dark: bool) -> tuple[RunData, Theme]:
+    """The run and the theme; a run in which every client is its own cluster has no clusters to draw."""
     data, theme = of_run(run, dark)
-    refuse_lone(data)
+    if is_alone(data.sizes):
+        raise DataError(f"{data.name}: every client is a cluster of its own; there are no clusters to draw.")
+    return data, theme
+
+
+def cluster_sizes(run: Any, *, dark: bool = False) -> Figure:
+    """Clients in each cluster by round, stacked."""
+    data, theme = _clustered(run, dark)
     if not data.sizes:
         raise DataError(f"{data.name} has no rounds yet.")
     clusters, table = sizes_of(data)
@@ -103,16 +110,16 @@ def cluster_sizes(run: Any, *, dark: bool = False) -> Figure:
 
 def churn(run: Any, *, dark: bool = False) -> Figure:
     """Share of the clients that changed cluster by round, and agreement with the true groups."""
-    data, theme = of_run(run, dark)
-    refuse_lone(data)
+    data, theme = _clustered(run, dark)
     if not len(data.rounds):
         raise DataError(f"{data.name} has no rounds yet.")
     figure, axes = frame(f"{data.title}: churn and agreement by round", theme)
-    lines = [("churn", "changed cluster"), *((metric.key, metric.label) for metric in drawn_in("churn"))]
+    lines = [("churn", "clients that changed cluster")]
+    lines += [(metric.key, metric.label) for metric in METRICS.values() if metric.panel == "churn"]
     styles = ((3, "-"), (0, "-"), (2, "--"), (4, ":"), (5, "-."), (6, "--"), (7, ":"))  # colour, dashes
     for (name, label), (place, style) in zip(lines, styles, strict=False):
         if np.isfinite(data.curves[name]).any():
-            draw_line(axes, data.rounds, data.curves[name], colour(place), label, linestyle=style)
+            draw_line(axes, data.rounds, data.curves[name], colour(place), label, style=style)
     axes.set_ylim(min(-0.02, axes.get_ylim()[0]), 1.03)
     round_axis(axes)
     put_legend(axes, theme)
@@ -120,13 +127,12 @@ def churn(run: Any, *, dark: bool = False) -> Figure:
 
 
 def flow(run: Any, *, dark: bool = False) -> Figure:
-    """Who moved where: clients between clusters, from round to round (alluvial)."""
-    data, theme = of_run(run, dark)
-    refuse_lone(data)
+    """Moves of clients between clusters, from round to round (alluvial)."""
+    data, theme = _clustered(run, dark)
     found = flow_of_run(data)
     if found is None:
-        raise DataError(f"{data.name} has no labels of two rounds yet.")
-    figure, axes = frame(f"{data.title}: who moved where", theme, width=8.0, height=3.4, right=1.3)
+        raise DataError(f"{data.name} has no labels from two rounds yet.")
+    figure, axes = frame(f"{data.title}: moves between clusters", theme, width=8.0, height=3.4, right=1.3)
     names = sorted({k for column in found.nodes for k, _ in column}, key=lambda k: (k < 0, abs(k)))
     gap, wide = 0.025 * sum(size for _, size in found.nodes[0]), 0.09
     tops: list[dict[int, float]] = []
@@ -176,7 +182,7 @@ def _ribbon(
 def model_map(
     run: Any, *, by: Literal["cluster", "group"] = "cluster", method: Literal["pca", "tsne"] = "pca", dark: bool = False
 ) -> Figure:
-    """A map of the models that clients sent last, coloured by cluster or by true group."""
+    """A map of the last models that clients sent, coloured by cluster or by true group."""
     if by not in ("cluster", "group"):
         raise UnknownName("colouring of a map", by, ("cluster", "group"))
     if method not in ("pca", "tsne"):
@@ -184,73 +190,89 @@ def model_map(
     data, theme = of_run(run, dark)
     who = mapped_clients(data)
     if data.sketches is None or len(who) < 3:
-        raise DataError(f"{data.name} has no models of three clients to draw a map of.")
+        raise DataError(f"{data.name} has models of fewer than three clients: too few for a map.")
     labels = data.clusters if by == "cluster" else data.group_positions()
     if labels is None:
         raise DataError(f"{data.name} has no true groups." if by == "group" else f"{data.name} has no clusters yet.")
-    points, share = principal(data.sketches[who])
-    axis_names = [f"component {i + 1} ({100 * value:.0f} % of the variance)" for i, value in enumerate(share)]
     if method == "tsne":
-        found = neighbours(data.sketches[who])
+        found, axis_names = neighbours(data.sketches[who]), ["t-SNE 1 (only neighbourhoods are meaningful)", "t-SNE 2"]
         if found is None:
             raise DataError(f"{data.name} has too few clients for t-SNE.")
-        points, axis_names = found, ["t-SNE 1 (only neighbourhoods mean something)", "t-SNE 2"]
-    names = data.group_names()
-    figure, axes = frame(
-        f"{data.title}: models of the clients, by {'cluster' if by == 'cluster' else 'true group'}",
-        theme,
-        5.0,
-        4.0,
-        1.4,
-    )
-    for number in np.unique(labels[who]).tolist():
-        mine = labels[who] == number
-        label = cluster_name(number) if by == "cluster" else names[number]
-        marker = "s" if number < 0 else MARKERS[number // len(OKABE_ITO) % len(MARKERS)]
+    else:
+        found, share = principal(data.sketches[who])
+        axis_names = [f"component {i + 1} ({100 * value:.0f} % of the variance)" for i, value in enumerate(share)]
+    names, what = data.group_names(), "cluster" if by == "cluster" else "true group"
+    figure, axes = frame(f"{data.title}: client models by {what}", theme, 5.0, 4.0, 1.4)
+    numbers = np.unique(labels[who]).tolist()
+    for number in numbers:
+        x, y = found[labels[who] == number].T
         axes.scatter(
-            points[mine, 0],
-            points[mine, 1],
+            x,
+            y,
             s=26 if len(who) < 200 else 12,
             color=cluster_colour(number),
-            marker=marker,
+            marker="s" if number < 0 else _MARKERS[number // len(OKABE_ITO) % len(_MARKERS)],
             edgecolors=theme.paper,
             linewidths=0.3,
-            label=label,
+            label=cluster_name(number) if by == "cluster" else names[number],
         )
     axes.set(xlabel=axis_names[0], ylabel=axis_names[1])
-    ink_axes(axes, theme)
-    if len(np.unique(labels[who])) <= 16:
+    if len(numbers) <= 16:
         put_legend(axes, theme, beside=True)
     return figure
 
 
 def confusion(run: Any, *, dark: bool = False) -> Figure:
     """Clients of each true group in each cluster."""
-    data, theme = of_run(run, dark)
-    refuse_lone(data)
+    data, theme = _clustered(run, dark)
     found = confusion_of(data)
     if found is None:
         missing = "true groups" if data.groups is None else "clusters yet"
         raise DataError(f"{data.name} has no {missing}.")
-    names = [cluster_name(k) for k in found[0]]
-    return _shades(found[1], names, data.group_names(), f"{data.title}: clusters and true groups", theme)
-
-
-def _shades(table: NDArray[Any], rows: Sequence[str], columns: Sequence[str], title: str, theme: Theme) -> Figure:
-    wide, high = table.shape[1], table.shape[0]
-    figure, axes = panel(
-        float(np.clip(0.75 * wide, 2.6, 8)), float(np.clip(0.42 * high, 1.2, 8)), (1.1, 1.2, 0.6, 0.6), theme
-    )
-    write_title(figure, title, theme)
+    clusters, table = found
+    high, wide = table.shape
+    size = float(np.clip(0.75 * wide, 2.6, 8)), float(np.clip(0.42 * high, 1.2, 8))
+    figure, axes = panel(*size, (1.1, 1.2, 0.6, 0.6), theme, f"{data.title}: clusters and true groups")
     image = axes.imshow(table, cmap=theme.shades, vmin=0, aspect="auto", gid="table")
-    axes.set_xticks(spread_evenly(wide, 14), [columns[i][:12] for i in spread_evenly(wide, 14)], parse_math=False)
-    axes.set_yticks(spread_evenly(high, 20), [rows[i][:14] for i in spread_evenly(high, 20)], parse_math=False)
+    columns, rows, names = spread_evenly(wide, 14), spread_evenly(high, 20), data.group_names()
+    axes.set_xticks(columns, [names[i][:12] for i in columns], parse_math=False)
+    axes.set_yticks(rows, [cluster_name(clusters[i])[:14] for i in rows], parse_math=False)
     axes.set_xlabel("true group")
+    light = image.to_rgba(table)[..., :3] @ [0.299, 0.587, 0.114]  # [K, G]
     for (row, column), value in np.ndenumerate(table):
-        if value > 0 and wide * high <= 160:
-            red, green, blue, _ = image.cmap(image.norm(value))
-            ink = "#222222" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff"
+        if value > 0 and table.size <= 160:
+            ink = "#222222" if light[row, column] > 0.5 else "#ffffff"
             axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8, color=ink)
+    return figure
+
+
+# ---- clients ----
+
+
+def client_accuracy(run: Any, *, dark: bool = False) -> Figure:
+    """The accuracy of every client, sorted within its cluster, with the mean of each cluster."""
+    data, theme = of_run(run, dark)
+    scores = data.scores.get("accuracy")
+    if scores is None or not np.isfinite(scores).any():
+        raise DataError(f"{data.name} has no accuracy of its clients yet.")
+    alone = data.clusters is None or is_alone(data.sizes)
+    clusters = np.zeros(len(scores), dtype=np.int64) if alone or data.clusters is None else data.clusters
+    order = np.lexsort((scores, clusters))
+    order = order[np.isfinite(scores[order])]
+    figure, axes = frame(f"{data.title}: accuracy of each client", theme, width=8.0, right=1.3)
+    numbers, size = np.unique(clusters[order]).tolist(), 18 if len(order) < 200 else 7
+    for number in numbers:
+        place = np.flatnonzero(clusters[order] == number)
+        values, fill = scores[order[place]], cluster_colour(number)
+        axes.scatter(
+            place, values, s=size, color=fill, label="clients" if alone else cluster_name(number), linewidths=0
+        )
+        axes.hlines(values.mean(), place[0] - 0.5, place[-1] + 0.5, color=fill, linestyle="--", linewidth=1)
+    axes.set_xlabel("clients, sorted" + ("" if alone else " within each cluster"))
+    axes.set_xticks([])
+    score_axis(axes, "accuracy")
+    if len(numbers) <= 14:
+        put_legend(axes, theme, beside=True)
     return figure
 
 
@@ -258,31 +280,29 @@ def _shades(table: NDArray[Any], rows: Sequence[str], columns: Sequence[str], ti
 
 
 def bytes_sent(run: Any, *, dark: bool = False) -> Figure:
-    """Bytes sent so far by round, both ways, with the start and repairs."""
+    """Bytes sent so far by round, in both directions, including the start and repairs."""
     data, theme = of_run(run, dark)
-    parts = [
-        ("down", "to the clients", colour(0)),
-        ("up", "from the clients", colour(1)),
-        ("start_bytes", "start", colour(2)),
-        ("repair_bytes", "repairs", colour(3)),
+    parts = {"down": "to clients", "up": "from clients", "start_bytes": "start", "repair_bytes": "repairs"}
+    sent = [
+        (np.nan_to_num(data.curves[key]) / 1e6, name, colour(place))
+        for place, (key, name) in enumerate(parts.items())
+        if data.curves and np.nansum(data.curves[key]) > 0
     ]
-    told = [(np.nan_to_num(data.curves[key]) / 1e6, name, fill) for key, name, fill in parts if data.curves]
-    told = [part for part in told if part[0].any()]
-    if not told:
+    if not sent:
         raise DataError(f"{data.name} has sent nothing yet.")
     figure, axes = frame(f"{data.title}: bytes sent so far", theme)
-    _stack(axes, data, told)
+    _stack(axes, data, sent)
     axes.set_ylabel("MB")
     put_legend(axes, theme)
     return figure
 
 
 def seconds(run: Any, *, dark: bool = False) -> Figure:
-    """Seconds of each round: clients, server, evaluation."""
+    """Seconds per round: clients, server, evaluation."""
     data, theme = of_run(run, dark)
     if not len(data.rounds):
         raise DataError(f"{data.name} has no rounds yet.")
-    figure, axes = frame(f"{data.title}: seconds by round", theme)
+    figure, axes = frame(f"{data.title}: seconds per round", theme)
     parts = [("train", "clients", 0), ("server", "server", 1), ("evaluate", "evaluation", 2)]
     spent = [(np.nan_to_num(data.curves[f"{key}_seconds"]), name, colour(place)) for key, name, place in parts]
     _stack(axes, data, spent)
@@ -292,7 +312,7 @@ def seconds(run: Any, *, dark: bool = False) -> Figure:
 
 
 def _stack(axes: Axes, data: RunData, parts: Sequence[tuple[NDArray[Any], str, str]], **more: Any) -> None:
-    """Values by round [T] one above the other: values, name, colour."""
+    """Stacked areas by round: values [T], name, colour."""
     x: NDArray[Any] = data.rounds
     columns, names, fills = zip(*parts, strict=True)
     if len(x) == 1:
@@ -303,12 +323,12 @@ def _stack(axes: Axes, data: RunData, parts: Sequence[tuple[NDArray[Any], str, s
 
 
 def accuracy_by_bytes(run: Any, *, dark: bool = False) -> Figure:
-    """The accuracy reached with so many bytes, both ways and with the start."""
+    """Accuracy against the bytes sent so far."""
     data, theme = of_run(run, dark)
     if not len(data.rounds) or not np.isfinite(data.curves["accuracy"]).any():
         raise DataError(f"{data.name} has no accuracy yet.")
     figure, axes = frame(f"{data.title}: accuracy against bytes", theme)
-    draw_line(axes, megabytes_sent(data), data.curves["accuracy"], colour(0), "accuracy", linewidth=1.8)
+    draw_line(axes, megabytes_sent(data), data.curves["accuracy"], colour(0), "accuracy", width=1.8)
     axes.set_xlabel("MB sent")
     axes.set_xlim(left=0)
     score_axis(axes, "accuracy")

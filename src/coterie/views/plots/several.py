@@ -1,4 +1,4 @@
-"""Several runs over each other, and every picture as a file."""
+"""Curves of several runs, curves over K, and every plot as a file."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from coterie.data.pictures import spread_evenly
 from coterie.errors import ConfigError, DataError, StorageError, UnknownName
-from coterie.runs.reading import RunData, as_run
-from coterie.views.plots import clients, run
-from coterie.views.plots.common import (
-    draw_line,
-    frame,
-    megabytes_sent,
-    put_legend,
-    round_axis,
-    score_axis,
-    scores,
-)
-from coterie.views.plots.style import DARK, LIGHT, colour
+from coterie.runs.metrics import metrics
+from coterie.runs.reading import as_run
+from coterie.views.plots import labels, run, samples
+from coterie.views.plots.style import DARK, LIGHT, colour, draw_line, frame, panels, put_legend, round_axis, score_axis
 from coterie.views.report import compare
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from coterie.runs.choose_k import Choice
+
 _DASHES = ("-", (0, (6, 2)), (0, (2.5, 1.5)), (0, (7, 1.5, 1.5, 1.5)), "-.")
+
+
+def scores() -> dict[str, str]:
+    """The metrics that can be drawn by round, and their labels."""
+    return {metric.key: metric.label for metric in metrics("curves")}
 
 
 def curves(
     runs: Sequence[Any], score: str = "accuracy", *, against: Literal["round", "bytes"] = "round", dark: bool = False
 ) -> Figure:
-    """A score of several runs over each other; runs that differ only in their seed are a mean with a band."""
+    """A score of several runs; runs that differ only in their seed are drawn as a mean with a band."""
     if score not in scores():
         raise UnknownName("score of a run", score, scores())
     if against not in ("round", "bytes"):
@@ -45,24 +45,23 @@ def curves(
     rows = compare.rows_of(data)
     several = len({row.dataset for row in rows}) > 1
     figure, axes = frame(f"{scores()[score]} of {len(data)} runs", theme, width=6.6, height=3.6, right=1.9)
-    drawn = False
     for place, row in enumerate(rows):
         members = [data[i] for i in row.runs if np.isfinite(data[i].curves[score]).any()]
         if not members:
             continue
-        drawn = True
-        common = set.intersection(*(set(one.rounds[np.isfinite(one.curves[score])].tolist()) for one in members))
-        where = [np.isin(one.rounds, sorted(common)) for one in members]
+        common = sorted(set.intersection(*(set(one.rounds[np.isfinite(one.curves[score])]) for one in members)))
+        where = [np.isin(one.rounds, common) for one in members]
         values = np.stack([one.curves[score][mask] for one, mask in zip(members, where, strict=True)])
-        sent = [megabytes_sent(one)[mask] for one, mask in zip(members, where, strict=True)]
-        x = np.mean(sent, axis=0) if against == "bytes" else np.array(sorted(common), dtype=np.float64)
+        sent = [compare.megabytes_sent(one)[mask] for one, mask in zip(members, where, strict=True)]
+        x = np.mean(sent, axis=0) if against == "bytes" else np.array(common, dtype=np.float64)
         name = f"{row.label} on {row.dataset}" if several else row.label
-        style: Any = _DASHES[place % len(_DASHES)]  # two that lie over each other are both seen
-        draw_line(axes, x, values.mean(0), colour(place), name[:34], linestyle=style, linewidth=1.6)
+        style: Any = _DASHES[place % len(_DASHES)]  # of two lines that coincide, both are visible
+        mean = values.mean(0)
+        draw_line(axes, x, mean, colour(place), name[:34], style=style, width=1.6)
         if len(members) > 1:
-            mean, spread = values.mean(0), values.std(0, ddof=1)
+            spread = values.std(0, ddof=1)
             axes.fill_between(x, mean - spread, mean + spread, color=colour(place), alpha=0.18, linewidth=0)
-    if not drawn:
+    if not axes.lines:
         raise DataError(f"None of the runs has {scores()[score]} yet.")
     score_axis(axes, score)
     if against == "bytes":
@@ -70,6 +69,43 @@ def curves(
     else:
         round_axis(axes)
     put_legend(axes, theme, beside=True)
+    return figure
+
+
+def k_curves(choice: Choice, *, dark: bool = False) -> Figure:
+    """What `choose-k` measured for each K: four curves, with the recommended K marked."""
+    theme, rows = DARK if dark else LIGHT, choice.rows
+    has_accuracy = any(row.valid_accuracy is not None for row in rows)
+    measured: dict[str, Sequence[float | None]] = {
+        "intra-cluster distance": [row.intra_distance for row in rows],
+        "silhouette": [row.silhouette for row in rows],
+        "gap statistic": [row.gap for row in rows],
+        "validation accuracy" if has_accuracy else "validation loss": [
+            row.valid_accuracy if has_accuracy else row.valid_loss for row in rows
+        ],
+    }
+    how = f"{choice.clients:,} clients, {choice.rounds} round(s) each"
+    title = f"number of clusters: K = {choice.recommended} is recommended ({how})"
+    figure, found = panels(len(measured), 2.3, 1.9, (0.6, 0.25, 0.85, 0.55), 0.85, theme, title)
+    numbers = [row.clusters for row in rows]
+    for axes, (name, values) in zip(found, measured.items(), strict=True):
+        axes.axvline(choice.recommended, color=colour(3), linewidth=1.0, linestyle="--", gid="recommended")
+        axes.errorbar(
+            numbers,
+            [np.nan if value is None else value for value in values],
+            yerr=[row.gap_error or 0.0 for row in rows] if name == "gap statistic" else None,
+            color=colour(0),
+            marker="o",
+            markersize=4,
+            linewidth=1.4,
+            capsize=2,
+        )
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("K")
+        axes.set_xticks([numbers[i] for i in spread_evenly(len(numbers), 10)])
+        axes.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
+        axes.grid(color=theme.faint, linewidth=0.4)
+        axes.set_axisbelow(True)
     return figure
 
 
@@ -89,20 +125,20 @@ PICTURES: Mapping[str, Callable[..., Any]] = {
     "map-tsne": functools.partial(_MAP, method="tsne"),
     "map-tsne-by-group": functools.partial(_MAP, by="group", method="tsne"),
     "confusion": run.confusion,
-    "client-accuracy": clients.client_accuracy,
-    "labels": clients.held_labels,
-    "member-samples": clients.member_samples,
-    "pseudo-samples": clients.pseudo_samples,
-    "pseudo-confusion": clients.pseudo_confusion,
+    "client-accuracy": run.client_accuracy,
+    "labels": labels.held_labels,
+    "member-samples": samples.member_samples,
+    "pseudo-samples": samples.pseudo_samples,
+    "pseudo-confusion": samples.pseudo_confusion,
     "bytes": run.bytes_sent,
     "accuracy-by-bytes": run.accuracy_by_bytes,
     "seconds": run.seconds,
 }
-"""Every picture of a single run, by the name of its file."""
+"""Every plot of a single run, by the name of its file."""
 
 
 def picture_names() -> list[str]:
-    """The names of all pictures that `save_all` draws."""
+    """The names of all plots that `save_all` can draw."""
     return [*PICTURES, *(f"compare-{score}" for score in scores()), "compare-accuracy-by-bytes"]
 
 
@@ -114,45 +150,33 @@ def save_all(
     dark: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Path]:
-    """Draw every picture that there is, or `only` some, into `folder` as PNG and SVG.
+    """Draw every plot that the runs have data for, or `only` some, into `folder` as PNG and SVG.
 
-    Of several runs, each has a folder of its own, and there are curves over each other beside them.
+    Each of several runs has its own folder, beside the curves of all of them.
     """
     for name in only:
         if name not in picture_names():
             raise UnknownName("picture", name, picture_names())
     data = [as_run(one) for one in runs]
-    written: list[Path] = []
-    names = _folder_names(data)
-    wanted = {name: make for name, make in PICTURES.items() if not only or name in only}
-    for one, name in zip(data, names, strict=True):
-        home = folder if len(data) == 1 else folder / name
-        if wanted:
-            say(f"drawing the pictures of {one.name}")
-        for picture, make in wanted.items():
-            with contextlib.suppress(DataError):  # this run has nothing for it
-                written += _save(make(one, dark=dark), home / picture)
+    jobs: list[tuple[Path, Callable[[], Figure]]] = []
+    homes: set[Path] = set()
+    for one in data:
+        home, number = folder / (one.name if len(data) > 1 else ""), 2
+        while home in homes:  # runs of the same name in different folders
+            home, number = folder / f"{one.name}-{number}", number + 1
+        homes.add(home)
+        jobs += [(home / name, functools.partial(draw, one, dark=dark)) for name, draw in PICTURES.items()]
     if len(data) > 1:
-        over: dict[str, Callable[[], Figure]] = {
-            f"compare-{score}": functools.partial(curves, data, score, dark=dark) for score in scores()
-        }
-        over["compare-accuracy-by-bytes"] = functools.partial(curves, data, "accuracy", against="bytes", dark=dark)
-        for name, draw in over.items():
-            if not only or name in only:
-                with contextlib.suppress(DataError):
-                    written += _save(draw(), folder / name)
+        jobs += [(folder / f"compare-{score}", functools.partial(curves, data, score, dark=dark)) for score in scores()]
+        by_bytes = functools.partial(curves, data, "accuracy", against="bytes", dark=dark)
+        jobs.append((folder / "compare-accuracy-by-bytes", by_bytes))
+    jobs = [(stem, draw) for stem, draw in jobs if not only or stem.name in only]
+    say(f"drawing {len(jobs)} plots")
+    written: list[Path] = []
+    for stem, draw in jobs:
+        with contextlib.suppress(DataError):  # no data for this plot
+            written += _save(draw(), stem)
     return written
-
-
-def _folder_names(runs: Sequence[RunData]) -> list[str]:
-    """The names of the runs, told apart by a number where they are the same."""
-    found: list[str] = []
-    for one in runs:
-        name, number = one.name, 2
-        while name in found:
-            name, number = f"{one.name}-{number}", number + 1
-        found.append(name)
-    return found
 
 
 def _save(figure: Figure, stem: Path) -> list[Path]:
@@ -161,7 +185,7 @@ def _save(figure: Figure, stem: Path) -> list[Path]:
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
-        # Nothing about the program or the time inside: the same run gives the same bytes.
+        # No metadata about program or time: the same run gives the same bytes.
         figure.savefig(paths[0], format="png", metadata={"Software": None})
         with rc_context({"svg.hashsalt": "coterie"}):
             figure.savefig(paths[1], format="svg", metadata={"Date": None, "Creator": None})

@@ -1,8 +1,8 @@
-"""Reports: run folders -> one self-contained page. Reads only what `runs` wrote.
+"""Reports: run folders -> one self-contained HTML page.
 
-flow.py     clusters by round; map.py: PCA and t-SNE of the models; compare.py: several runs, mean and test
-payload.py  all of it, small and rounded, as one JSON value
-page.py     the page around it: page.css, charts.js and report.js are part of the package
+flow.py     clusters by round; map.py: PCA and t-SNE of the models; compare.py: several runs, means and tests
+payload.py  the data of the page as one JSON value, thinned out and rounded
+page.py     the HTML; page.css, charts.js and report.js are embedded in it
 """
 
 from coterie.runs.reading import RunData, find_runs, read_run

@@ -1,46 +1,42 @@
-"""Several runs: the papers' kind of table, with mean and standard deviation over seeds, and a paired test.
+"""Several runs as the table of a paper: mean and standard deviation over seeds, and a paired test.
 
-Runs that differ in nothing but their seed are one row. Within a dataset, each row is tested against the one with the
-best mean accuracy: a two-sided paired t-test over the seeds that both have, with Holm's correction for the number of
-rows tested. Wilcoxon's test could not do it: with n seeds its smallest p is 2 / 2^n, with three seeds 0.25. With few
-seeds the t-test, too, tells only large and steady differences from chance; n is shown beside p.
+Runs that differ only in their seed share a row. Within a dataset, each row is tested against the one with the best mean
+accuracy: a two-sided paired t-test over the seeds that both have, with Holm's correction for the number of rows.
+Wilcoxon's test is no alternative: with n seeds its smallest p is 2 / 2^n, which is 0.25 for three. With few seeds the
+t-test, too, detects only large and consistent differences; n is shown beside p.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coterie.runs.checks import finite
-from coterie.runs.metrics import metrics
+from coterie.runs.metrics import BYTES, SECONDS, Format, metrics
 from coterie.runs.reading import RunData
 
 
-@dataclass(frozen=True)
-class Column:
-    """One number of a run, and how it is shown."""
+class Column(NamedTuple):
+    """A number of a run, and how it is shown."""
 
     key: str
     title: str
-    factor: float = 1.0
-    digits: int = 2
-    unit: str = ""
-    better: str = "high"  # or "low"; "none": neither is better
+    format: Format
+    better: str  # "high", "low" or "none"
 
 
 def columns() -> list[Column]:
     """The columns of the table: metrics, then costs."""
-    scores = [
-        (m.key, m.label, m.format.factor, min(3, m.format.digits), m.format.unit, m.better) for m in metrics("compare")
-    ]
     return [
-        *(Column(*score) for score in scores),
-        Column("clusters", "K", 1, 0, "", "none"),
-        Column("megabytes", "MB sent", 1, 1, "MB", "low"),
-        Column("seconds", "seconds", 1, 1, "s", "low"),
+        *(Column(metric.key, metric.label, metric.format, metric.better) for metric in metrics("compare")),
+        Column("clusters", "K", Format(digits=0), "none"),
+        Column("megabytes", "MB sent", BYTES._replace(factor=1), "low"),
+        Column("seconds", "seconds", SECONDS, "low"),
     ]
 
 
@@ -51,98 +47,111 @@ class Row:
     label: str
     dataset: str
     runs: list[int]  # positions among the runs
-    values: dict[str, list[float | None]]  # column -> one value for each run
+    values: dict[str, list[float | None]]  # column -> a value for each run
+
+    def known(self, key: str) -> list[float]:
+        """The values of the runs that have one."""
+        return [value for value in self.values[key] if value is not None]
 
     def mean(self, key: str) -> float | None:
-        """Over the runs that have the number; None if none has."""
-        told = [value for value in self.values[key] if value is not None]
-        return statistics.fmean(told) if told else None
+        """None if no run has the number."""
+        return statistics.fmean(self.known(key)) if self.known(key) else None
 
     def deviation(self, key: str) -> float | None:
         """The standard deviation (n - 1); None for a single run."""
-        told = [value for value in self.values[key] if value is not None]
-        return statistics.stdev(told) if len(told) > 1 else None
+        return statistics.stdev(self.known(key)) if len(self.known(key)) > 1 else None
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """How a row compares to the best one of its dataset."""
 
     best: bool
-    p: float | None  # Holm-corrected; None: the best itself, or too few common seeds
+    p: float | None  # Holm-corrected; None: the best row, or too few common seeds
     seeds: int
 
 
+def megabytes_sent(run: RunData) -> NDArray[np.float64]:
+    """Sent so far in both directions, including the start and repairs: [T]."""
+    parts = [np.nan_to_num(run.curves[name]) for name in ("down", "up", "start_bytes", "repair_bytes")]
+    total: NDArray[np.float64] = np.sum(parts, axis=0) / 1e6
+    return total
+
+
 def value_of(run: RunData, key: str) -> float | None:
-    """A number of a run: of its summary, or as far as it is."""
+    """A number of a run: from its summary, or up to its last round."""
     summary = run.summary or {}
-
-    def told(*keys: str) -> float | None:
-        found: Any = summary
-        for part in keys:
-            found = found.get(part) if isinstance(found, dict) else None
-        return finite(found)
-
     if key == "clusters":
-        return told("clusters") or (float(len(run.sizes[-1])) if run.sizes else None)
+        return finite(summary.get("clusters")) or (float(len(run.sizes[-1])) if run.sizes else None)
     if key == "megabytes":
-        parts = [run.last(name) for name in ("down", "up", "start_bytes", "repair_bytes")]
-        return None if parts[0] is None else sum(part or 0.0 for part in parts) / 1e6
+        return None if run.last("down") is None else float(megabytes_sent(run).max())  # it only grows
     if key == "seconds":
-        total = told("seconds", "total")
-        spent = [run.curves[f"{part}_seconds"] for part in ("train", "server", "evaluate") if run.curves]
-        return total if total is not None else float(sum(values[values == values].sum() for values in spent)) or None
+        seconds = summary.get("seconds")
+        total = finite(seconds.get("total")) if isinstance(seconds, dict) else None
+        spent = [np.nansum(run.curves[f"{part}_seconds"]) for part in ("train", "server", "evaluate") if run.curves]
+        return total if total is not None else float(sum(spent)) or None
     return run.last(key)
 
 
 def rows_of(runs: Sequence[RunData]) -> list[Row]:
-    """The rows of the table, in the order in which they first appear."""
+    """The rows of the table, in order of first appearance."""
     found: dict[str, list[int]] = {}
     for position, run in enumerate(runs):
-        found.setdefault(_settings_key(run), []).append(position)
-    names = _labels([[runs[i] for i in members] for members in found.values()])
+        found.setdefault(repr(sorted(_settings(run).items())), []).append(position)
+    labels = _labels([runs[members[0]] for members in found.values()])
     return [
         Row(
-            label=label,
-            dataset=runs[members[0]].dataset,
-            runs=members,
-            values={column.key: [value_of(runs[i], column.key) for i in members] for column in columns()},
+            label,
+            runs[members[0]].dataset,
+            members,
+            {column.key: [value_of(runs[i], column.key) for i in members] for column in columns()},
         )
-        for label, members in zip(names, found.values(), strict=True)
+        for label, members in zip(labels, found.values(), strict=True)
     ]
 
 
+def _by_dataset(rows: Sequence[Row], key: str) -> list[dict[int, float]]:
+    """The means of the rows that have one, by position; a dataset with a single row has nothing to compare."""
+    found: dict[str, dict[int, float]] = {}
+    for i, row in enumerate(rows):
+        mean = row.mean(key)
+        if mean is not None:
+            found.setdefault(row.dataset, {})[i] = mean
+    return [means for means in found.values() if len(means) > 1]
+
+
 def best_of(rows: Sequence[Row], column: Column) -> set[int]:
-    """Positions of the rows with the best mean of their dataset; none where there is only one to choose from."""
+    """Positions of the rows with the best mean of their dataset; rows that are shown as equal are best together."""
+    if column.better == "none":
+        return set()
     found: set[int] = set()
-    for dataset in dict.fromkeys(row.dataset for row in rows):
-        means = {i: row.mean(column.key) for i, row in enumerate(rows) if row.dataset == dataset}
-        told = {i: value for i, value in means.items() if value is not None}
-        if len(told) < 2 or column.better == "none":
-            continue
-        best = max(told.values()) if column.better == "high" else min(told.values())
-        # What is shown as equal is best together.
-        found |= {i for i, value in told.items() if abs(value - best) * column.factor < 0.5 * 10**-column.digits}
+    for means in _by_dataset(rows, column.key):
+        best = max(means.values()) if column.better == "high" else min(means.values())
+        least = 0.5 * 10 ** -min(3, column.format.digits)
+        found |= {i for i, value in means.items() if abs(value - best) * column.format.factor < least}
     return found
 
 
 def compared_to_best(runs: Sequence[RunData], rows: Sequence[Row], key: str = "accuracy") -> list[Verdict]:
     """Each row against the best one of its dataset."""
-    results: list[Verdict] = [Verdict(False, None, len(row.runs)) for row in rows]
-    for dataset in dict.fromkeys(row.dataset for row in rows):
-        mine = [i for i, row in enumerate(rows) if row.dataset == dataset and row.mean(key) is not None]
-        if len(mine) < 2:
-            continue
-        best = max(mine, key=lambda i: rows[i].mean(key) or 0.0)
+
+    def by_seed(row: Row) -> dict[int, float]:
+        pairs = zip(row.runs, row.values[key], strict=True)
+        return {runs[i].seed: value for i, value in pairs if value is not None}
+
+    results = [Verdict(False, None, len(row.runs)) for row in rows]
+    for means in _by_dataset(rows, key):
+        best = max(means, key=means.__getitem__)
+        reference = by_seed(rows[best])
         raw: dict[int, float] = {}
-        for i in mine:
-            one, other = _paired(runs, rows[i], rows[best], key)
-            p = None if i == best else paired_t(one, other)
-            results[i] = Verdict(i == best, p, len(one))
-            if p is not None:
+        for i in means:
+            own = by_seed(rows[i])
+            common = sorted(own.keys() & reference.keys())
+            results[i] = Verdict(i == best, None, len(common))
+            p = paired_t([own[seed] for seed in common], [reference[seed] for seed in common])
+            if p is not None and i != best:
                 raw[i] = p
         for i, p in holm(raw).items():
-            results[i] = Verdict(False, p, results[i].seeds)
+            results[i] = results[i]._replace(p=p)
     return results
 
 
@@ -160,14 +169,13 @@ def paired_t(one: Sequence[float], other: Sequence[float]) -> float | None:
     mean, deviation = statistics.fmean(differences), statistics.stdev(differences)
     if deviation <= 1e-12 * max(1.0, abs(mean)):  # the same difference at every seed
         return 1.0 if abs(mean) <= 1e-12 else 0.0
-    from scipy.stats import t
+    from scipy.stats import ttest_rel
 
-    statistic = mean / (deviation / math.sqrt(len(differences)))
-    return float(2 * t.sf(abs(statistic), len(differences) - 1))
+    return float(ttest_rel(one, other).pvalue)
 
 
 def holm(raw: dict[int, float]) -> dict[int, float]:
-    """Holm's correction (1979) of several p values.
+    """Holm's correction (1979) of p values.
 
     >>> holm({0: 0.01, 1: 0.04, 2: 0.03})
     {0: 0.03, 2: 0.06, 1: 0.06}
@@ -180,23 +188,11 @@ def holm(raw: dict[int, float]) -> dict[int, float]:
     return corrected
 
 
-def _paired(runs: Sequence[RunData], one: Row, other: Row, key: str) -> tuple[list[float], list[float]]:
-    """Values of both rows at the seeds that both have."""
-
-    def by_seed(row: Row) -> dict[int, float]:
-        pairs = zip(row.runs, row.values[key], strict=True)
-        return {runs[i].seed: value for i, value in pairs if value is not None}
-
-    first, second = by_seed(one), by_seed(other)
-    common = sorted(first.keys() & second.keys())
-    return [first[seed] for seed in common], [second[seed] for seed in common]
-
-
-# What does not make a run another experiment.
+# Settings that do not make a run a different experiment.
 _NOT_SETTINGS = ("seed", "checkpoint_every", "data_dir", "device", "keep_pictures", "from_python")
 
 
-def _flat_settings(run: RunData) -> dict[str, str]:
+def _settings(run: RunData) -> dict[str, str]:
     return {
         f"{table}.{key}": repr(value)
         for table, values in run.config.items()
@@ -205,19 +201,14 @@ def _flat_settings(run: RunData) -> dict[str, str]:
     }
 
 
-def _settings_key(run: RunData) -> str:
-    return repr(sorted(_flat_settings(run).items()))
-
-
-def _labels(groups: Sequence[Sequence[RunData]]) -> list[str]:
-    """The method of each row; where several rows have the same method and data, what sets them apart."""
-    settings = [_flat_settings(members[0]) for members in groups]
-    names = [(members[0].algorithm, members[0].dataset) for members in groups]
+def _labels(runs: Sequence[RunData]) -> list[str]:
+    """The method of each row; where rows share method and data, also the settings in which they differ."""
     labels = []
-    for own, name in zip(settings, names, strict=True):
-        alike = [other for other, its in zip(settings, names, strict=True) if its == name]
-        keys = sorted({key for other in alike for key in (*own, *other) if own.get(key) != other.get(key)})
-        told = [f"{key.rpartition('.')[2]}={own[key].strip(chr(39))}" for key in keys if key in own]
-        more = f" ({', '.join(told[:4])}{', …' if len(told) > 4 else ''})" if told else ""
-        labels.append(f"{name[0]}{more}")
+    for run in runs:
+        own = _settings(run)
+        alike = [_settings(other) for other in runs if (other.algorithm, other.dataset) == (run.algorithm, run.dataset)]
+        keys = sorted({key for other in alike for key in own if own[key] != other.get(key)})
+        parts = [f"{key.rpartition('.')[2]}={own[key].strip(chr(39))}" for key in keys]
+        more = f" ({', '.join(parts[:4])}{', …' if len(parts) > 4 else ''})" if parts else ""
+        labels.append(f"{run.algorithm}{more}")
     return labels

@@ -14,11 +14,11 @@ from coterie.runs.reading import RunData
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MOST_POINTS = 1000  # more are thinned out evenly
+MOST_POINTS = 1000  # more are thinned out
 
 
 def mapped_clients(run: RunData) -> Ints:
-    """The clients that are on the map: those with a sketch, thinned out."""
+    """The clients on the map: those with a sketch, thinned out."""
     if run.sketches is None or run.sketched is None:
         return np.zeros(0, dtype=np.int64)
     has = np.flatnonzero(run.sketched > 0)
@@ -37,7 +37,7 @@ def principal(rows: Floats) -> tuple[Floats, list[float]]:
     points = np.zeros((len(rows), 2))
     wide = min(2, len(scale))
     points[:, :wide] = (left * scale)[:, :wide]
-    for axis in range(wide):  # an SVD leaves the sign open: the largest entry of an axis is positive
+    for axis in range(wide):  # an SVD leaves the sign open: make the largest entry of an axis positive
         if right[axis, np.abs(right[axis]).argmax()] < 0:
             points[:, axis] *= -1
     total = float((scale**2).sum())
@@ -58,8 +58,8 @@ def _tsne(content: bytes, shape: tuple[int, int]) -> Floats:
 
     rows = np.frombuffer(content, dtype=np.float32).reshape(shape)
     scale = float(np.abs(rows - rows.mean(0)).max()) or 1.0
-    perplexity = float(np.clip(len(rows) / 6, 1.0, 30.0))  # small crowds have small neighbourhoods
-    # A first position with no spread at all (all models the same) would be divided by zero.
+    perplexity = float(np.clip(len(rows) / 6, 1.0, 30.0))  # few clients have small neighbourhoods
+    # A PCA of identical models has no spread, and TSNE would divide by zero.
     spread = float((rows - rows.mean(0)).std())
     start: Any = "pca" if spread > 1e-6 * scale and spread > 0 else "random"
     made = TSNE(2, perplexity=perplexity, init=start, random_state=0, max_iter=500, n_jobs=1)

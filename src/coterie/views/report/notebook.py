@@ -1,4 +1,4 @@
-"""A run in a notebook: its headline numbers and its curve, as a piece of HTML without script."""
+"""A run in a notebook: its headline numbers and its curve, as HTML without scripts."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def run_html(run: RunData) -> str:
 
 
 def _curve(run: RunData) -> str:
-    """Accuracy (or loss) by round, with the middle half of the clients."""
+    """Accuracy (or loss) by round, with the middle 50 % of the clients."""
     name = "accuracy" if run.last("accuracy") is not None else "loss"
     values = run.curves.get(name, np.zeros(0))
-    told = np.isfinite(values)
-    if told.sum() < 2:
+    known = np.isfinite(values)
+    if known.sum() < 2:
         return ""
-    x, y = run.rounds[told].astype(float), values[told]
-    band = run.spread[name][told][:, [1, 3]]
+    x, y = run.rounds[known].astype(float), values[known]
+    band = run.spread[name][known][:, [1, 3]]
     has_band = bool(np.isfinite(band).all())
-    low, high = float(np.min(band if has_band else y)), float(np.max(band if has_band else y))
-    low, high = min(low, float(y.min())), max(high, float(y.max()))
+    all_values = np.append(band, y) if has_band else y
+    low, high = all_values.min(), all_values.max()
 
     def place(rounds: np.ndarray, heights: np.ndarray) -> str:
         across = _WIDE * (rounds - x[0]) / max(1e-9, x[-1] - x[0])

@@ -1,7 +1,7 @@
-"""The page: everything in one file that asks nothing of the network.
+"""The page: one file that needs no network.
 
-Names of clients, notes and settings come from users. They travel as JSON inside the page and are put into it as
-text, never as markup; and the page's own policy lets no script run but the two that it was made with.
+Client names, notes and settings come from users. The page holds them as JSON and inserts them as text, never as markup,
+and its content security policy allows no scripts but its own two.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def static(name: str) -> str:
 
 
 def json_inside(value: Any) -> str:
-    """JSON that can stand inside a script element: nothing in it can end the element.
+    """JSON for a script element: nothing in it can end the element.
 
     >>> json_inside({"name": "</script><script>alert(1)</script>"})
     '{"name":"\\\\u003c/script>\\\\u003cscript>alert(1)\\\\u003c/script>"}'
     """
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     text = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    # Half a surrogate pair, as a damaged name may have, cannot be written as UTF-8.
+    # Half a surrogate pair, as in a damaged name, cannot be written as UTF-8.
     return text.encode("utf-8", "replace").decode()
 
 
@@ -48,7 +48,7 @@ def _hash(text: str) -> str:
 
 
 def shell(title: str, body: str, policy: str = "") -> str:
-    """A page around its body: the style inside, and nothing that the policy does not name."""
+    """A page with its style, which loads only what the policy allows."""
     rules = f"default-src 'none'; img-src data:; style-src {_hash(static('page.css'))}; {policy}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -65,30 +65,27 @@ def report_html(runs: Sequence[RunData], *, tsne: bool = True) -> str:
     title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs"
     scripts = [static(name) for name in SCRIPTS]
     policy = f"script-src {' '.join(_hash(script) for script in scripts)}; "
-    numbers = "".join(
-        f"<li>{escape(run.title)}: {escape(_words(item))}</li>" for run, item in zip(runs, payload["runs"], strict=True)
-    )
+    numbers = ""
+    for run in payload["runs"]:
+        words = ", ".join(f"{name} {value}" for name, value, _ in run["headline"])
+        numbers += f"<li>{escape(run['title'])}: {escape(words)}</li>"
     body = "".join(f"<script>{script}</script>\n" for script in scripts)
     return shell(
         f"{title}: Coterie report",
         f'<header class="top"><h1>{escape(title)}</h1><button id="theme" type="button">dark</button></header>\n'
-        f'<main id="page"><noscript><p>Charts need JavaScript. In numbers:</p><ul>{numbers}</ul></noscript></main>\n'
-        "<footer>Made by Coterie. Micro means weigh a client by its test samples; where nothing is said, all clients "
-        "weigh the same. The file needs no network.</footer>\n"
+        f'<main id="page"><noscript><p>Charts require JavaScript. Results:</p><ul>{numbers}</ul></noscript></main>\n'
+        "<footer>Created by Coterie. Micro means weigh clients by their test samples; other means weigh all clients "
+        "equally. This file needs no network.</footer>\n"
         f'<script type="application/json" id="data">{json_inside(payload)}</script>\n{body}',
         policy,
     )
 
 
-def _words(payload: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value, _ in payload["headline"])
-
-
 def write_report(
     runs: Sequence[RunData], path: Path, *, tsne: bool = True, say: Callable[[str], None] = lambda text: None
 ) -> Path:
-    """Write the page whole, or leave what was there."""
-    say(f"drawing {len(runs)} run(s)")
+    """Write the page completely, or leave the old file as it was."""
+    say(f"writing the report of {len(runs)} run(s)")
     text = report_html(runs, tsne=tsne)
     temporary = path.with_name(f".{path.name}.tmp")
     try:

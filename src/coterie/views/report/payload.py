@@ -1,4 +1,4 @@
-"""All that the page draws of a run, as one small JSON value: thinned out, rounded, and nothing but plain values."""
+"""The data of a page as one JSON value: thinned out, rounded, plain values only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,43 +20,40 @@ from coterie.runs.reading import RunData
 from coterie.views.report import compare
 from coterie.views.report.flow import confusion_of, flow_of_run, is_alone, sizes_of
 from coterie.views.report.map import mapped_clients, neighbours, principal
+from coterie.views.words import size_text
 
 Payload = dict[str, Any]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MOST_ROUNDS = 400  # points of a curve
-MOST_BUBBLES = 120  # clients whose labels are bubbles; of more a heat map
+MOST_BUBBLES = 120  # clients; the labels of more are shown as a heat map
 MOST_SLICES = 240  # columns of a heat map
-MOST_FAILURES = 200  # that are listed one by one
+MOST_FAILURES = 200  # listed one by one
 MOST_CLASSES = 62
+_ENVIRONMENT = ("coterie", "python", "torch", "platform", "threads", "gpu", "date", "digest")
 
 
 def page_payload(runs: Sequence[RunData], *, tsne: bool = True) -> Payload:
-    """What a page of these runs needs."""
-    return {
-        "runs": [run_payload(run, tsne=tsne) for run in runs],
-        "compare": compare_payload(runs) if len(runs) > 1 else None,
-    }
+    """The data of a page of these runs."""
+    table = compare_payload(runs) if len(runs) > 1 else None
+    return {"runs": [run_payload(run, tsne=tsne) for run in runs], "compare": table}
 
 
 def run_payload(run: RunData, *, tsne: bool = True) -> Payload:
-    """What a page needs of one run; without `tsne`, which takes seconds, there is a map by PCA only."""
+    """The data of one run; without `tsne`, which takes seconds, its map is by PCA only."""
     rounds = spread_evenly(len(run.rounds), MOST_ROUNDS)
-    return {
-        "name": run.name,
-        "title": run.title,
-        "state": run.state,
-        "algorithm": run.algorithm,
-        "dataset": run.dataset,
-        "seed": run.seed,
-        "planned": run.planned,
-        "done": run.done,
+    clustered = not is_alone(run.sizes)
+    names = ("name", "title", "state", "algorithm", "dataset", "seed", "planned", "done", "repairs", "problems")
+    shown = ("key", "label", "about", "better", "panel", "shown")
+    notes, choice = (run.summary or run.environment).get("notes"), None
+    if run.choice is not None:
+        choice = {"recommended": run.choice.get("recommended"), "reason": str(run.choice.get("reason", ""))}
+    return {name: getattr(run, name) for name in names} | {
         "left": _rounded(run.seconds_left, 1),
         "headline": run_headline(run),
         "metrics": [
-            {name: getattr(metric, name) for name in ("key", "label", "about", "better", "panel", "shown")}
-            | {"unit": metric.format.unit}
+            {name: getattr(metric, name) for name in shown} | {"unit": metric.format.unit}
             for metric in METRICS.values()
         ],
         "curves": {
@@ -68,57 +65,48 @@ def run_payload(run: RunData, *, tsne: bool = True) -> Payload:
             for name, values in run.spread.items()
             if np.isfinite(values).any()
         },
-        "sizes": _sizes(run, rounds),
-        "flow": _flow(run),
+        "sizes": _sizes(run, rounds) if clustered else None,
+        "flow": _flow(run) if clustered else None,
         "map": _map(run, tsne),
         "clients": _clients(run),
         "groups": run.group_names(),
-        "confusion": _confusion(run),
+        "confusion": _confusion(run) if clustered else None,
         "fairness": _fairness(run),
         "labels": _labels(run),
         "members": _members(run),
         "pseudo": _pseudo(run),
-        "repairs": run.repairs,
         "failures": _failures(run),
-        "unseen": _unseen(run),
-        "choice": _choice(run),
-        "settings": [
-            [table, key, _text(value)] for table, values in run.config.items() for key, value in values.items()
-        ],
+        "unseen": _unseen((run.summary or {}).get("unseen")),
+        "choice": choice,
+        "settings": [[table, key, str(value)] for table, values in run.config.items() for key, value in values.items()],
         "command": repeat_command(run),
         "environment": [
-            [key, _text(run.environment[key])]
-            for key in ("coterie", "python", "torch", "platform", "threads", "gpu", "date", "digest")
-            if run.environment.get(key) is not None
+            [key, str(run.environment[key])] for key in _ENVIRONMENT if run.environment.get(key) is not None
         ],
-        "notes": [str(note) for note in _list((run.summary or run.environment).get("notes"))],
-        "problems": run.problems,
+        "notes": [str(note) for note in notes] if isinstance(notes, list) else [],
     }
 
 
 def tsne_payload(run: RunData) -> list[list[float | None]] | None:
-    """The places of the clients of `map` by t-SNE."""
+    """The t-SNE coordinates of the clients of `map`."""
     who = mapped_clients(run)
-    if run.sketches is None or not len(who):
-        return None
-    found = neighbours(run.sketches[who])
+    found = None if run.sketches is None else neighbours(run.sketches[who])
     return None if found is None else [_numbers(column, 3) for column in found.T]
 
 
 def compare_payload(runs: Sequence[RunData]) -> Payload:
     """The table of several runs."""
     rows = compare.rows_of(runs)
-    tests = compare.compared_to_best(runs, rows)
-    columns = [c for c in compare.columns() if any(row.mean(c.key) is not None for row in rows)]
+    columns = [c for c in compare.columns() if any(row.known(c.key) for row in rows)]
     best = {column.key: compare.best_of(rows, column) for column in columns}
 
     def cell(position: int, row: compare.Row, column: compare.Column) -> list[Any]:
-        mean, deviation = row.mean(column.key), row.deviation(column.key)
-        scaled = [None if value is None else _rounded(column.factor * value, 6) for value in (mean, deviation)]
+        pair = (row.mean(column.key), row.deviation(column.key))
+        scaled = [None if value is None else _rounded(column.format.factor * value, 6) for value in pair]
         return [*scaled, position in best[column.key]]
 
     return {
-        "columns": [[c.key, c.title, c.digits, c.unit] for c in columns],
+        "columns": [[c.key, c.title, min(3, c.format.digits), c.format.unit] for c in columns],
         "rows": [
             {
                 "label": row.label,
@@ -130,7 +118,7 @@ def compare_payload(runs: Sequence[RunData]) -> Payload:
                 "p": _rounded(test.p, 6),
                 "pairs": test.seeds,
             }
-            for i, (row, test) in enumerate(zip(rows, tests, strict=True))
+            for i, (row, test) in enumerate(zip(rows, compare.compared_to_best(runs, rows), strict=True))
         ],
         "datasets": len({row.dataset for row in rows}),
     }
@@ -141,9 +129,9 @@ def repeat_command(run: RunData) -> str:
     if run.settings.get("over_sites"):
         return "./run.sh (in the folder of the app)"
     if run.settings.get("from_python"):
-        return "# started from Python with objects of its own: run the program again"
+        return "# started from Python with its own objects: run the program again"
     if run.path is None:
-        return "# not kept in a folder: run the program again"
+        return "# not stored in a folder: run the program again"
     return shlex.join(["coterie", "run", "--config", str(run.path / "config.toml"), "--name", f"{run.name}-again"])
 
 
@@ -151,55 +139,39 @@ def repeat_command(run: RunData) -> str:
 
 
 def run_headline(run: RunData) -> list[list[Any]]:
-    """Name, value, what it means."""
-    summary = run.summary or {}
+    """Name, value and meaning of the main numbers."""
     found: list[list[Any]] = []
-
     for metric in metrics("headline"):
         value = run.last(metric.key)
         if value is None or (metric.key == "loss" and run.last("accuracy") is not None):
-            continue  # the loss is told where there is nothing better
+            continue  # the loss only where there is no accuracy
         found.append([metric.label, f"{metric.format.text(value)} {metric.format.unit}".strip(), metric.about])
     if run.sizes:
-        filled = sum(size > 0 for size in run.sizes[-1])
-        alone = is_alone(run.sizes)
-        meaning = (
-            "every client is one"
-            if alone
-            else " ".join(str(s) for s in run.sizes[-1][:8]) + (" …" if len(run.sizes[-1]) > 8 else "")
-        )
-        found.append(["clusters", str(filled), meaning])
+        last = run.sizes[-1]
+        sizes = " ".join(str(size) for size in last[:8]) + (" …" if len(last) > 8 else "")
+        meaning = "one per client" if is_alone(run.sizes) else sizes
+        found.append(["clusters", str(sum(size > 0 for size in last)), meaning])
     found.append(["rounds", f"{run.done} of {run.planned}" if run.done < run.planned else str(run.done), run.state])
-    sent = compare.value_of(run, "megabytes")
+    sent, seconds = compare.value_of(run, "megabytes"), compare.value_of(run, "seconds")
     if sent is not None:
-        told = (
-            f"{sent / 1000:.2f} GB"
-            if sent >= 1000
-            else f"{sent:.1f} MB"
-            if sent >= 1
-            else f"{1000 * sent:.1f} kB"
-            if sent
-            else "nothing"
-        )
-        found.append(["sent", told, "models and arrays, down and up, start included"])
-    seconds = compare.value_of(run, "seconds")
+        found.append(["sent", size_text(1e6 * sent), "models and arrays, down and up, including the start"])
     if seconds is not None:
         found.append(["seconds", f"{seconds:.1f} s", "start, training, server, evaluation"])
-    failures = summary.get("failures", len(run.failures))
+    failures = (run.summary or {}).get("failures", len(run.failures))
     if isinstance(failures, int) and failures:
-        found.append(["failed answers", f"{failures:,}", "late, broken or refused"])
+        found.append(["failed answers", f"{failures:,}", "missing, late or refused"])
     return found
 
 
 def _sizes(run: RunData, rounds: list[int]) -> Payload | None:
-    if not run.sizes or is_alone(run.sizes):
+    if not run.sizes:
         return None
     clusters, table = sizes_of(run)
     return {"clusters": clusters, "values": table[rounds].T.tolist()}
 
 
 def _flow(run: RunData) -> Payload | None:
-    flow = None if is_alone(run.sizes) else flow_of_run(run)
+    flow = flow_of_run(run)
     if flow is None or run.labels is None:
         return None
     moves = int(((run.labels[1:] != run.labels[:-1]) & (run.labels[:-1] >= 0)).sum())
@@ -208,7 +180,7 @@ def _flow(run: RunData) -> Payload | None:
 
 def _map(run: RunData, tsne: bool) -> Payload | None:
     who = mapped_clients(run)
-    if run.sketches is None or len(who) < 3:
+    if run.sketches is None or run.sketched is None or len(who) < 3:
         return None
     points, share = principal(run.sketches[who])
     scale = float(np.abs(points).max()) or 1.0
@@ -217,25 +189,19 @@ def _map(run: RunData, tsne: bool) -> Payload | None:
         "pca": [_numbers(column / scale) for column in points.T],
         "share": [_rounded(value, 4) for value in share],
         "tsne": tsne_payload(run) if tsne else None,
-        "of": int((run.sketched > 0).sum()) if run.sketched is not None else 0,
+        "of": int((run.sketched > 0).sum()),
     }
 
 
 def _clients(run: RunData) -> Payload | None:
-    if not run.names:
-        return None
-    clusters, groups = run.clusters, run.group_positions()
-    return {
-        "name": run.names,
-        "cluster": None if clusters is None else clusters.tolist(),
-        "group": None if groups is None else groups.tolist(),
-        "samples": None if run.samples is None else run.samples.tolist(),
-        **{name: _numbers(values) for name, values in run.scores.items()},
-    }
+    columns = {"cluster": run.clusters, "group": run.group_positions(), "samples": run.samples}
+    found = {name: None if values is None else values.tolist() for name, values in columns.items()}
+    scores = {name: _numbers(values) for name, values in run.scores.items()}
+    return {"name": run.names, **found, **scores} if run.names else None
 
 
 def _confusion(run: RunData) -> Payload | None:
-    found = None if is_alone(run.sizes) else confusion_of(run)
+    found = confusion_of(run)
     if found is None:
         return None
     clusters, table = found
@@ -251,23 +217,21 @@ def _fairness(run: RunData) -> Payload | None:
     values = accuracy[scored]
     worst = scored[np.argsort(values, kind="stable")[:5]]
     square = float((values**2).sum())
+    parts = [metric for metric in metrics("summary") if metric.line == "fairness"]
     return {
-        "parts": [
-            [m.label, _rounded(m.value({"accuracy": values}), 5)] for m in metrics("summary") if m.line == "fairness"
-        ],
+        "parts": [[metric.label, _rounded(metric.value({"accuracy": values}), 5)] for metric in parts],
         "mean": _rounded(float(values.mean()), 5),
         "deviation": _rounded(float(values.std()), 5),
-        # Jain, Chiu and Hawe (1984): 1 if all are alike, 1/n if one client has everything.
+        # Jain, Chiu and Hawe (1984): 1 if all are equal, 1/n if one client has everything.
         "jain": _rounded(float(values.sum()) ** 2 / (len(values) * square) if square else 1.0, 5),
         "worst": worst.tolist(),
     }
 
 
 def _labels(run: RunData) -> Payload | None:
-    counts = run.counts
-    if counts is None or not counts.shape[1] or not len(counts):
+    counts, groups = run.counts, run.group_positions()
+    if counts is None or not counts.size:
         return None
-    groups = run.group_positions()
     places = np.zeros(len(counts), dtype=np.int64) if groups is None else groups
     classes = spread_evenly(counts.shape[1], MOST_CLASSES)
     if len(counts) <= MOST_BUBBLES:
@@ -286,9 +250,9 @@ def _labels(run: RunData) -> Payload | None:
 
 
 def by_main_class(counts: Ints, groups: Ints) -> tuple[Ints, Floats]:
-    """Clients by group, then by the class they have most of, and the shares of their classes in that order [N, L].
+    """The order of clients by group, then by most frequent class, and their class shares in that order [N, L].
 
-    Unordered, thousands of columns of a heat map would be noise.
+    Without an order, a heat map of thousands of columns would be noise.
     """
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     order = np.lexsort((-shares.max(axis=1), shares.argmax(axis=1), groups))
@@ -296,14 +260,14 @@ def by_main_class(counts: Ints, groups: Ints) -> tuple[Ints, Floats]:
 
 
 def narrowed(shares: Floats, most: int) -> tuple[Ints, Floats]:
-    """At most this many rows: their starts, and means of neighbours, so that none is lost between two pixels."""
+    """At most this many rows: where each starts, and the means of neighbours."""
     rows = min(most, len(shares))
     starts = np.arange(rows) * len(shares) // rows
     return starts, np.add.reduceat(shares, starts, axis=0) / np.diff([*starts, len(shares)])[:, None]
 
 
 def _members(run: RunData) -> list[Payload] | None:
-    """Of each cluster some members, of each a strip of pictures."""
+    """For each cluster some members, each with a strip of pictures."""
     if not run.members:
         return None
     pictures, client, cluster, label = (run.members[name] for name in ("picture", "client", "cluster", "label"))
@@ -312,7 +276,8 @@ def _members(run: RunData) -> list[Payload] | None:
         members = []
         for who in dict.fromkeys(client[cluster == number].tolist()):
             mine = np.flatnonzero((cluster == number) & (client == who))
-            members.append({"client": who, "labels": label[mine].tolist(), "strip": png_uri(_strip(pictures[mine]))})
+            strip = png_uri(mosaic_of(pictures[mine][None]))
+            members.append({"client": who, "labels": label[mine].tolist(), "strip": strip})
         found.append({"cluster": number, "members": members})
     return found
 
@@ -320,59 +285,42 @@ def _members(run: RunData) -> list[Payload] | None:
 def _pseudo(run: RunData) -> Payload | None:
     if not run.method:
         return None
-    told, pseudo = run.method["told"], run.method.get("pseudo")
+    told, pseudo, witness = (run.method.get(name) for name in ("told", "pseudo", "witness"))
+    assert told is not None
     keep = spread_evenly(len(told), 8)
-    told = told[np.ix_(keep, keep)]
     strips = None
-    if pseudo is not None:  # a row for each picture of a class, a column for each class
+    if pseudo is not None:  # one column per class
         classes = spread_evenly(pseudo.shape[1], 20)
         strips = [png_uri(mosaic_of(np.moveaxis(pseudo[k][classes], 1, 0))) for k in keep]
-    witness = run.method.get("witness")
     return {
         "clusters": keep,
-        "told": np.round(told, 3).tolist(),
+        "told": np.round(told[np.ix_(keep, keep)], 3).tolist(),
         "witness": None if witness is None else np.round(witness[keep], 3).tolist(),
         "strips": strips,
     }
 
 
 def _failures(run: RunData) -> Payload | None:
-    if not run.failures:
-        return None
-    reasons = Counter(str(failure.get("reason", "?")) for failure in run.failures)
-    return {
-        "total": len(run.failures),
-        "reasons": reasons.most_common(20),
-        "rows": [
-            [failure.get("round"), str(failure.get("client", "?")), _step(failure), str(failure.get("reason", "?"))]
-            for failure in run.failures[:MOST_FAILURES]
-        ],
-    }
+    def text(failure: Mapping[str, Any], key: str) -> str:
+        return str(failure.get(key, "?")).rpartition(":" if key == "step" else "\0")[2]
+
+    reasons = Counter(text(failure, "reason") for failure in run.failures)
+    rows = [
+        [failure.get("round"), *(text(failure, key) for key in ("client", "step", "reason"))]
+        for failure in run.failures[:MOST_FAILURES]
+    ]
+    return {"total": len(run.failures), "reasons": reasons.most_common(20), "rows": rows} if rows else None
 
 
-def _step(failure: dict[str, Any]) -> str:
-    return str(failure.get("step", "?")).rpartition(":")[2]
-
-
-def _unseen(run: RunData) -> Payload | None:
-    found = (run.summary or {}).get("unseen")
-    if not isinstance(found, dict):
+def _unseen(found: Any) -> Payload | None:
+    if not isinstance(found, Mapping):
         return None
     accuracy = found.get("accuracy")
-    return {
-        "clients": found.get("clients"),
-        "accuracy": accuracy.get("macro") if isinstance(accuracy, dict) else None,
-        "ari": found.get("ari"),
-    }
+    macro = accuracy.get("macro") if isinstance(accuracy, Mapping) else None
+    return {"clients": found.get("clients"), "accuracy": macro, "ari": found.get("ari")}
 
 
-def _choice(run: RunData) -> Payload | None:
-    if run.choice is None:
-        return None
-    return {"recommended": run.choice.get("recommended"), "reason": _text(run.choice.get("reason", ""))}
-
-
-# ---- numbers and pictures, small ----
+# ---- numbers and pictures ----
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
@@ -383,33 +331,23 @@ def _rounded(value: float | None, digits: int) -> float | None:
 
 
 def _numbers(values: NDArray[Any], digits: int = 4) -> list[float | None]:
-    """Rounded, so that they take little room; None where there is no number. Large ones keep all their places."""
+    """Rounded after the decimal point, to save space; None where there is no number."""
     return [_rounded(value, digits) for value in values.tolist()]
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else str(value)
+def tile_gap(wide: int) -> int:
+    """Pixels between tiles of this width."""
+    return max(1, round(wide / 14))
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _strip(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Pictures [n, H, W, C] side by side with gaps."""
-    return mosaic_of(pictures[None])
-
-
-def mosaic_of(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Pictures [rows, columns, H, W, C] as one, with light gaps."""
-    rows, columns, high, wide, channels = pictures.shape
-    gap = max(1, round(wide / 14))
-    canvas = np.full((rows * (high + gap) - gap, columns * (wide + gap) - gap, channels), 200, dtype=np.uint8)
-    for r in range(rows):
-        for c in range(columns):
-            top, left = r * (high + gap), c * (wide + gap)
-            canvas[top : top + high, left : left + wide] = pictures[r, c]
-    return canvas
+def mosaic_of(tiles: NDArray[Any], light: Any = 200) -> NDArray[Any]:
+    """Pictures [rows, columns, H, W, C] as one picture, with light gaps."""
+    rows, columns, high, wide, channels = tiles.shape
+    gap = tile_gap(wide)
+    canvas = np.empty((rows, high + gap, columns, wide + gap, channels), dtype=tiles.dtype)
+    canvas[...] = light
+    canvas[:, :high, :, :wide] = tiles.transpose(0, 2, 1, 3, 4)
+    return canvas.reshape(rows * (high + gap), columns * (wide + gap), channels)[:-gap, :-gap]
 
 
 def png_uri(image: NDArray[np.uint8]) -> str:
@@ -418,13 +356,13 @@ def png_uri(image: NDArray[np.uint8]) -> str:
 
 
 def png_bytes(image: NDArray[np.uint8]) -> bytes:
-    """A picture [H, W, 1 or 3] as a PNG file (ISO/IEC 15948), so that pages need no drawing library.
+    """A picture [H, W, 1 or 3] as a PNG file (ISO/IEC 15948), so that pages need no imaging library.
 
     >>> png_bytes(np.zeros((2, 3, 1), dtype=np.uint8))[:8]
     b'\\x89PNG\\r\\n\\x1a\\n'
     """
     high, wide, channels = image.shape
-    lines = np.zeros((high, 1 + wide * channels), dtype=np.uint8)  # each line begins with its filter: none
+    lines = np.zeros((high, 1 + wide * channels), dtype=np.uint8)  # each line begins with its filter type, 0
     lines[:, 1:] = image.reshape(high, -1)
 
     def chunk(kind: bytes, content: bytes) -> bytes:

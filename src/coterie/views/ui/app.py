@@ -1,9 +1,9 @@
-"""The pages of `coterie ui` and what they ask for; all of it only reads.
+"""The pages of `coterie ui` and their data, read-only.
 
 /                    the list of runs               /api/runs
-/run/NAME            a run, growing                 /api/run/NAME    /api/tsne/NAME
+/run/NAME            a run, live                    /api/run/NAME    /api/tsne/NAME
 /compare?run=A&run=B several runs                   /api/compare?run=A&run=B
-/static/FILE         scripts and style
+/static/FILE         scripts and styles
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ from coterie.views.report.page import static
 from coterie.views.ui.guard import Guard
 from coterie.views.ui.store import Refused, Store
 
-_KINDS = {
-    "page.css": "text/css",
-    "charts.js": "text/javascript",
-    "report.js": "text/javascript",
-    "ui.js": "text/javascript",
-}
+_SCRIPTS = ("charts.js", "report.js", "ui.js")
 
 
 def create_app(root: Path, token: str | None = None) -> Starlette:
@@ -42,67 +37,56 @@ def create_app(root: Path, token: str | None = None) -> Starlette:
 
     def run_page(request: Request) -> Response:
         name = request.path_params["name"]
-        try:
-            store.path_of(name)
-        except Refused:
-            return _nothing()
+        store.path_of(name)
         return _shell(name, "run", f"/api/run/{quote(name)}")
 
     def compare_page(request: Request) -> Response:
         names = request.query_params.getlist("run")
-        try:
-            if not names:
-                raise Refused("Nothing was named.")
-            for name in names:
-                store.path_of(name)
-        except Refused:
-            return _nothing()
+        for name in names or [""]:
+            store.path_of(name)
         return _shell(f"{len(names)} runs", "run", f"/api/compare?{urlencode([('run', name) for name in names])}")
-
-    def runs(request: Request) -> Response:
-        return _answer(request, store.runs)
-
-    def run(request: Request) -> Response:
-        return _answer(request, lambda: store.run(request.path_params["name"]))
-
-    def tsne(request: Request) -> Response:
-        return _answer(request, lambda: store.tsne(request.path_params["name"]))
-
-    def compare(request: Request) -> Response:
-        return _answer(request, lambda: store.compare(request.query_params.getlist("run")))
 
     def file(request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in _KINDS:
-            return _nothing()
-        text = (
-            (files("coterie.views.ui") / "static" / name).read_text(encoding="utf-8")
-            if name == "ui.js"
-            else static(name)
-        )
-        return Response(text, media_type=_KINDS[name])
+        if name not in (*_SCRIPTS, "page.css"):
+            raise Refused("There is no such file.")
+        own = files("coterie.views.ui") / "static" / name
+        text = own.read_text(encoding="utf-8") if name == "ui.js" else static(name)
+        return Response(text, media_type="text/css" if name == "page.css" else "text/javascript")
+
+    def page(path: str, make: Callable[[Request], Response]) -> Route:
+        def answer(request: Request) -> Response:
+            try:
+                return make(request)
+            except Refused:
+                return PlainTextResponse("There is no such page.\n", 404)
+
+        return Route(path, answer)
+
+    def data(path: str, make: Callable[[Request], tuple[str, bytes]]) -> Route:
+        return Route(path, lambda request: _answer(request, make))
 
     app = Starlette(
         routes=[
-            Route("/", front),
-            Route("/run/{name:path}", run_page),
-            Route("/compare", compare_page),
-            Route("/api/runs", runs),
-            Route("/api/run/{name:path}", run),
-            Route("/api/tsne/{name:path}", tsne),
-            Route("/api/compare", compare),
-            Route("/static/{name}", file),
+            page("/", front),
+            page("/run/{name:path}", run_page),
+            page("/compare", compare_page),
+            page("/static/{name}", file),
+            data("/api/runs", lambda request: store.runs()),
+            data("/api/run/{name:path}", lambda request: store.run(request.path_params["name"])),
+            data("/api/tsne/{name:path}", lambda request: store.tsne(request.path_params["name"])),
+            data("/api/compare", lambda request: store.compare(request.query_params.getlist("run"))),
         ],
         middleware=[Middleware(Guard, token=token)],
     )
-    app.router.redirect_slashes = False  # an address is right or it is not; nobody is sent on by what they asked for
+    app.router.redirect_slashes = False  # never redirect to an address taken from a request
     return app
 
 
-def _answer(request: Request, make: Callable[[], tuple[str, bytes]]) -> Response:
-    """JSON with a mark; a browser that has it already is told so. What cannot be read is told in one sentence."""
+def _answer(request: Request, make: Callable[[Request], tuple[str, bytes]]) -> Response:
+    """JSON with an ETag, or 304 if the browser has it already; errors are one sentence."""
     try:
-        mark, content = make()
+        mark, content = make(request)
     except Refused as error:
         return JSONResponse({"error": str(error)}, 404)
     except RunError as error:
@@ -113,13 +97,9 @@ def _answer(request: Request, make: Callable[[], tuple[str, bytes]]) -> Response
     return Response(content, media_type="application/json", headers={"etag": tag})
 
 
-def _nothing() -> Response:
-    return PlainTextResponse("There is no such page.\n", 404)
-
-
 def _shell(title: str, kind: str, source: str) -> Response:
     back = "" if kind == "list" else '<a href="/">all runs</a>'
-    scripts = "".join(f'<script src="/static/{name}" defer></script>' for name in ("charts.js", "report.js", "ui.js"))
+    scripts = "".join(f'<script src="/static/{name}" defer></script>' for name in _SCRIPTS)
     return HTMLResponse(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -1,8 +1,8 @@
-"""Who may ask the server, and what its answers say to browsers.
+"""Who may connect, and the security headers of all responses.
 
-On this machine only: the Host header must name it, so that a page of somebody else's whose name was pointed at
-127.0.0.1 (DNS rebinding) reads nothing. Elsewhere: only with the token, compared in constant time; it comes once in
-the address, then lies in a cookie that scripts cannot read and other sites cannot send.
+Without a token, the Host header must be that of this machine, so that a website whose name resolves to 127.0.0.1 (DNS
+rebinding) can read nothing. With a token, it is compared in constant time. It is sent once in the URL, then kept in a
+cookie that scripts cannot read and other sites cannot send.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ HEADERS = {
 
 
 class Guard:
-    """Stands before the application."""
+    """Middleware that refuses requests and adds headers."""
 
     def __init__(self, app: ASGIApp, token: str | None = None) -> None:
         self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse, or hand on; every answer gets the headers."""
+        """Refuse the request or pass it on; every response gets the headers."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
 
-        async def dressed(message: Message) -> None:
+        async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 given = {name.lower() for name, _ in message["headers"]}
                 more = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in given]
@@ -54,32 +54,32 @@ class Guard:
             await send(message)
 
         refused = self._refused(scope)
-        await (self._app if refused is None else refused)(scope, receive, dressed)
+        await (self._app if refused is None else refused)(scope, receive, with_headers)
 
     def _refused(self, scope: Scope) -> Response | None:
         if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("Only reading is possible here.\n", 405, {"allow": "GET, HEAD"})
+            return PlainTextResponse("This server is read-only.\n", 405, {"allow": "GET, HEAD"})
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if self._token is None:
             if _host(headers.get("host", "")) not in LOOPBACK:
-                return PlainTextResponse("Ask for this machine by its own name: 127.0.0.1 or localhost.\n", 421)
+                return PlainTextResponse("Use the address of this machine: 127.0.0.1 or localhost.\n", 421)
             return None
         pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         given = [value for key, value in pairs if key == "token"]
         if given and self._is_token(given[0]):
-            # Out of the address at once: addresses are seen, kept and sent on.
+            # Remove it from the URL at once: URLs are displayed, stored and forwarded.
             rest = urlencode([(key, value) for key, value in pairs if key != "token"])
-            # Slashes at the beginning would make it the address of another machine.
+            # Several leading slashes would make it the URL of another machine.
             path = "/" + scope["path"].lstrip("/")
             answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
             answer.set_cookie(COOKIE, given[0], httponly=True, samesite="strict", path="/")
             return answer
-        bearer = headers.get("authorization", "")
-        if bearer[:7].lower() == "bearer " and self._is_token(bearer[7:].strip()):
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and self._is_token(bearer.strip()):
             return None
         if self._is_token(_cookie(headers.get("cookie", ""))):
             return None
-        return PlainTextResponse("This needs the address, token included, that 'coterie ui' has printed.\n", 401)
+        return PlainTextResponse("Open the URL with the token that 'coterie ui' has printed.\n", 401)
 
     def _is_token(self, given: str) -> bool:
         assert self._token is not None
@@ -87,7 +87,7 @@ class Guard:
 
 
 def _host(header: str) -> str:
-    """The name in a Host header, without the port.
+    """The host name in a Host header, without the port.
 
     >>> _host("localhost:8642"), _host("[::1]:80"), _host("evil.example"), _host("127.0.0.1")
     ('localhost', '::1', 'evil.example', '127.0.0.1')

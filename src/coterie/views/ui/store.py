@@ -1,7 +1,7 @@
 """The runs of one folder, read again only when they have changed.
 
-A run is named by its path relative to the folder. Names that lead out of it (`..`, absolute ones, links) are refused
-before anything is opened, and so are links inside a run folder.
+A run is identified by its path relative to the folder. Paths that lead out of it (`..`, absolute paths, links) are
+refused before anything is opened, and so are links inside a run folder.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from coterie.errors import RunError
 from coterie.runs.folder import RunFolder
 from coterie.runs.reading import RunData, find_runs, is_run, read_run
 from coterie.views.report.compare import value_of
-from coterie.views.report.payload import compare_payload, run_payload, tsne_payload
+from coterie.views.report.payload import page_payload, tsne_payload
 
-_LIST_FOR = 0.5  # seconds that a list is good for
-_KEPT = 64  # answers that are kept
+_LIST_FOR = 0.5  # seconds before the list is read again
+_KEPT = 64  # cached answers
 MOST_COMPARED = 50
 _WATCHED = ("config.toml", "environment.json", "rounds.jsonl", "summary.json", "clients.npz", "labels.npy", ".lock")
 
 
 class Refused(RunError):
-    """A name that is no run of the folder."""
+    """The name is not that of a run in the folder."""
 
 
 class Store:
-    """All that the server knows of the folder."""
+    """Cached JSON answers about the runs of a folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._answers: OrderedDict[tuple[str, str], tuple[str, bytes]] = OrderedDict()
         self._entries: dict[str, tuple[str, dict[str, Any]]] = {}
         self._list: tuple[float, str, bytes] | None = None
-        self._lock = threading.Lock()  # of the caches; held for moments
-        self._works: dict[str, threading.Lock] = {}  # one at a time computes an answer, others wait for it
+        self._lock = threading.Lock()  # of the caches; held briefly
+        self._works: dict[str, threading.Lock] = {}  # one thread computes an answer, others wait for it
 
     # ---- names ----
 
     def path_of(self, name: str) -> Path:
-        """The folder of a run, if it is one of this folder."""
+        """The folder of a run; Refused if it is not one of this folder."""
         parts = PurePosixPath(name).parts
         if not parts or "\0" in name or name.startswith("/") or "\\" in name or ".." in parts or len(name) > 1000:
             raise Refused("There is no such run.")
@@ -61,7 +61,7 @@ class Store:
             raise Refused("There is no such run.") from error
         return found
 
-    # ---- answers: a mark that changes when the answer does, and its bytes ----
+    # ---- answers: an ETag and the bytes ----
 
     def runs(self) -> tuple[str, bytes]:
         """All runs with state and progress; damaged ones with the reason."""
@@ -79,12 +79,12 @@ class Store:
         return mark, content
 
     def run(self, name: str) -> tuple[str, bytes]:
-        """What the page of a run needs."""
+        """The data of a run's page."""
         path = self.path_of(name)
-        return self._answer(("run", name), [path], lambda: {"runs": [self._payload(name, path)], "compare": None})
+        return self._answer(("run", name), [path], lambda: self._page([(name, self._read(path))]))
 
     def compare(self, names: Sequence[str]) -> tuple[str, bytes]:
-        """What the page of several runs needs; damaged ones are left out, with a word about each."""
+        """The data of a comparison; damaged runs are left out and reported as problems."""
         names = list(dict.fromkeys(names))
         if len(names) > MOST_COMPARED:
             raise Refused(f"At most {MOST_COMPARED} runs are compared at a time.")
@@ -100,15 +100,14 @@ class Store:
                     damaged.append(str(error))
             if not good:
                 raise RunError(" ".join(damaged) or "No run was named.")
-            runs = [run_payload(run, tsne=False) | {"id": name} for name, run in good]
-            table = compare_payload([run for _, run in good]) if len(good) > 1 else None
-            runs[0]["problems"] = [*damaged, *runs[0]["problems"]]
-            return {"runs": runs, "compare": table}
+            page = self._page(good)
+            page["runs"][0]["problems"] = [*damaged, *page["runs"][0]["problems"]]
+            return page
 
         return self._answer(("compare", "\0".join(names)), paths, make)
 
     def tsne(self, name: str) -> tuple[str, bytes]:
-        """The map of a run by t-SNE, which takes seconds and is asked for when it is wanted."""
+        """The t-SNE map of a run; it takes seconds, so pages request it separately."""
         path = self.path_of(name)
         return self._answer(("tsne", name), [path], lambda: tsne_payload(self._read(path)))
 
@@ -117,8 +116,9 @@ class Store:
     def _read(self, path: Path, *, whole: bool = True) -> RunData:
         return read_run(path, within=self.root, whole=whole)
 
-    def _payload(self, name: str, path: Path) -> dict[str, Any]:
-        return run_payload(self._read(path), tsne=False) | {"id": name}
+    def _page(self, named: Sequence[tuple[str, RunData]]) -> dict[str, Any]:
+        page = page_payload([run for _, run in named], tsne=False)
+        return page | {"runs": [run | {"id": name} for run, (name, _) in zip(page["runs"], named, strict=True)]}
 
     def _entry(self, name: str, path: Path) -> dict[str, Any]:
         mark = _mark(path)
@@ -134,31 +134,22 @@ class Store:
     def _summary_of(self, name: str, path: Path) -> dict[str, Any]:
         try:
             if path.is_symlink() and not path.resolve().is_relative_to(self.root.resolve()):
-                raise RunError(f"{name} is a link that leads out of the folder; it is not followed.")
+                raise RunError(f"{name} is a link out of the folder and is not followed.")
             run = self._read(path, whole=False)
             changed = max((path / file).stat().st_mtime for file in _WATCHED if (path / file).exists())
         except (RunError, OSError, RuntimeError) as error:
-            return {"id": name, "state": "damaged", "reason": self._short(error)}
-        accuracy, loss = run.last("accuracy"), run.last("loss")
+            # Paths as they are within the folder.
+            reason = str(error).replace(f"{self.root.resolve()}/", "").replace(f"{self.root}/", "")
+            return {"id": name, "state": "damaged", "reason": reason}
+        facts = ("state", "algorithm", "dataset", "seed", "done", "planned")
         return {
             "id": name,
-            "state": run.state,
-            "algorithm": run.algorithm,
-            "dataset": run.dataset,
-            "seed": run.seed,
-            "done": run.done,
-            "planned": run.planned,
+            **{fact: getattr(run, fact) for fact in facts},
+            **{score: run.last(score) for score in ("accuracy", "loss", "ari")},
             "left": run.seconds_left,
-            "accuracy": accuracy,
-            "loss": loss,
-            "ari": run.last("ari"),
             "seconds": value_of(run, "seconds"),
             "changed": int(changed),
         }
-
-    def _short(self, error: Exception) -> str:
-        """What went wrong, with paths as they are within the folder."""
-        return str(error).replace(f"{self.root.resolve()}/", "").replace(f"{self.root}/", "")
 
     def _answer(self, key: tuple[str, str], paths: Sequence[Path], make: Callable[[], Any]) -> tuple[str, bytes]:
         with self._work("\0".join(key)):
@@ -183,7 +174,7 @@ class Store:
 
 
 def _mark(path: Path) -> str:
-    """A text that is another one when the run has changed."""
+    """A text that changes when the run does."""
     parts = []
     artifacts = [f"artifacts/{name}" for name in ("sketches.npz", "members.npz", "method.npz", "failures.json")]
     for name in (*_WATCHED, *artifacts):

@@ -1,8 +1,8 @@
-// Charts in plain SVG: lines with bands, stacked areas, flows, points, grids. Texts go in as text, never as markup.
+// Charts in plain SVG: lines with bands, stacked areas, flows, points, grids. Texts are inserted as text, never as markup.
 "use strict";
 const Charts = (() => {
   const NS = "http://www.w3.org/2000/svg";
-  const NOT_MET = -1, OTHERS = -2;
+  const NOT_SEEN = -1, OTHERS = -2;
 
   function el(tag, attributes, ...children) {
     const node = document.createElement(tag);
@@ -26,10 +26,10 @@ const Charts = (() => {
   }
 
   const colour = (i) => (i < 0 ? "var(--c7)" : `var(--c${i % 8})`);
-  const clusterName = (k) => (k === NOT_MET ? "not met" : k === OTHERS ? "other clusters" : `cluster ${k}`);
+  const clusterName = (k) => (k === NOT_SEEN ? "not seen" : k === OTHERS ? "other clusters" : `cluster ${k}`);
   const known = (v) => v !== null && v !== undefined && Number.isFinite(v);
 
-  // Beyond eight the colours come again with another shape.
+  // After eight, the colours repeat with another shape.
   function shape(i, x, y, r) {
     const turn = i < 0 ? 1 : Math.floor(i / 8) % 4;
     if (turn === 1) return `M${x - r} ${y - r}h${2 * r}v${2 * r}h${-2 * r}z`;
@@ -67,7 +67,7 @@ const Charts = (() => {
     return (i ? value.toFixed(1) : Math.round(value)) + " " + units[i];
   };
 
-  // ---- the tip ----
+  // ---- tooltip ----
 
   function tip(event, lines) {
     let box = document.getElementById("tip");
@@ -118,7 +118,7 @@ const Charts = (() => {
 
   function xAxis(f, low, high, format, label) {
     const place = (v) => f.x0 + ((v - low) / (high - low || 1)) * (f.x1 - f.x0);
-    const whole = label === "round"; // there is no round 1.5
+    const whole = label === "round"; // rounds are integers
     for (const v of ticks(low, high, f.width < 420 ? 4 : 8).filter((v) => !whole || Number.isInteger(+v.toFixed(6)))) {
       draw("line", { class: "axis", x1: place(v), x2: place(v), y1: f.y0, y2: f.y0 + 4 }, f.svg);
       draw("text", { x: place(v), y: f.y0 + 16, "text-anchor": "middle", text: format(v) }, f.svg);
@@ -190,17 +190,17 @@ const Charts = (() => {
     const look = (place, event) => {
       const x = rounds[place];
       cross.setAttribute("x1", px(x)); cross.setAttribute("x2", px(x)); cross.setAttribute("visibility", "visible");
-      const told = [`${spec.xName || spec.xLabel || ""} ${xFormat(x)}`.trim()];
+      const text = [`${spec.xName || spec.xLabel || ""} ${xFormat(x)}`.trim()];
       for (const s of shown) {
         const own = s.x || spec.x;
         let best = -1;
         own.forEach((v, i) => { if (known(v) && known(s.values[i]) && (best < 0 || Math.abs(v - x) < Math.abs(own[best] - x))) best = i; });
         if (best < 0 || (!s.x && own[best] !== x && shown.length > 0 && !spec.nearest && Math.abs(own[best] - x) > (xh - xl) / 50)) continue;
         const more = s.band ? ` (${format(s.band[0][best])} … ${format(s.band[1][best])})` : "";
-        told.push(`${s.name}: ${format(s.values[best])}${more}`);
+        text.push(`${s.name}: ${format(s.values[best])}${more}`);
       }
-      for (const happened of spec.events || []) if (happened.x === x) told.push(happened.text);
-      tip(event, told.slice(0, 14));
+      for (const happened of spec.events || []) if (happened.x === x) text.push(happened.text);
+      tip(event, text.slice(0, 14));
     };
     hover(f, rounds, px, look, cross);
   }
@@ -239,7 +239,7 @@ const Charts = (() => {
     const tops = spec.series.map((s) => s.values.map((v, i) => (base[i] += known(v) ? v : 0)));
     const high = Math.max(1e-9, ...base);
     const py = yAxis(f, 0, high * 1.02, spec.format || short, null);
-    // A single round is drawn as wide as half a round to each side.
+    // A single round extends half a round to each side.
     const half = count === 1 ? 0.5 : 0;
     const px = xAxis(f, spec.x[0] - half, Math.max(spec.x[count - 1] + half, spec.xMax || 0), short, spec.xLabel);
     const xs = half ? [spec.x[0] - half, spec.x[0] + half] : spec.x;
@@ -281,8 +281,8 @@ const Charts = (() => {
         const h = tall(n), a = out.get(from), b = into.get(to), x1 = x(c) + bar, x2 = x(c + 1), mid = (x1 + x2) / 2;
         out.set(from, a + h); into.set(to, b + h);
         const path = draw("path", { class: "mark link", d: `M${x1} ${a}C${mid} ${a} ${mid} ${b} ${x2} ${b}V${b + h}C${mid} ${b + h} ${mid} ${a + h} ${x1} ${a + h}z`, fill: colour(from), opacity: from === to ? 0.32 : 0.6 }, f.svg);
-        const told = [`round ${data.rounds[c]} → ${data.rounds[c + 1]}`, `${n} client${n === 1 ? "" : "s"}`, from === to ? `stayed in ${clusterName(from)}` : `${clusterName(from)} → ${clusterName(to)}`];
-        path.addEventListener("pointermove", (event) => tip(event, told));
+        const text = [`rounds ${data.rounds[c]} → ${data.rounds[c + 1]}`, `${n} client${n === 1 ? "" : "s"}`, from === to ? `stayed in ${clusterName(from)}` : `${clusterName(from)} → ${clusterName(to)}`];
+        path.addEventListener("pointermove", (event) => tip(event, text));
         path.addEventListener("pointerleave", untip);
       }
     });
@@ -331,14 +331,14 @@ const Charts = (() => {
       for (const place of places) { const d = (place[0] - x) ** 2 + (place[1] - y) ** 2; if (d < least) { least = d; best = place; } }
       if (!best) { ring.setAttribute("visibility", "hidden"); return untip(); }
       ring.setAttribute("cx", best[0]); ring.setAttribute("cy", best[1]); ring.setAttribute("visibility", "visible");
-      tip(event, spec.told(best[2]));
+      tip(event, spec.describe(best[2]));
     });
     f.svg.addEventListener("pointerleave", () => { ring.setAttribute("visibility", "hidden"); untip(); });
   }
 
   // ---- grids of shades ----
 
-  // rows[r][c] in [0, top]; shades are eight steps, each one path, so that many cells weigh little.
+  // rows[r][c] in [0, top]; there are eight shades, one path each, so that many cells take little memory.
   function grid(host, spec) {
     host.replaceChildren();
     const rows = spec.values.length, columns = spec.values[0].length;
@@ -383,7 +383,7 @@ const Charts = (() => {
       const c = Math.floor((((event.clientX - box.left) / box.width) * width - left) / cellW);
       const r = Math.floor((((event.clientY - box.top) / box.height) * height - top) / cellH);
       if (r < 0 || c < 0 || r >= rows || c >= columns) return untip();
-      tip(event, spec.told(r, c, spec.values[r][c]));
+      tip(event, spec.describe(r, c, spec.values[r][c]));
     });
     svg.addEventListener("pointerleave", untip);
   }
@@ -399,7 +399,7 @@ const Charts = (() => {
     const high = Math.max(1, ...spec.counts.map((row) => Math.max(...row)));
     const f = frame(host, spec.title, 30 + Math.max(120, Math.min(rows * 22, 420)) + 24, { left: 34, right: 10, top: 8, bottom: 24 });
     const cellW = (f.x1 - f.x0) / columns, cellH = (f.y0 - f.y1) / rows;
-    // The largest bubble may be wider than its column, not higher than its row: neighbours may touch.
+    // The largest bubble may be wider than its column but not higher than its row: neighbours may touch.
     const most = Math.max(1.5, Math.min(cellH * 0.48, Math.max(cellW * 0.9, 3)));
     spec.classes.forEach((name, r) => {
       const y = f.y0 - (r + 0.5) * cellH;
@@ -419,7 +419,7 @@ const Charts = (() => {
 
   // ---- tables ----
 
-  // columns: {name, number?, show?(value, row)}; cells are plain values; sortable by their heads.
+  // columns: {name, number?, show?(value, row)}; cells are plain values; a click on a column head sorts.
   function table(spec) {
     const state = spec.state || { by: spec.by === undefined ? null : spec.by, down: Boolean(spec.down) };
     const body = el("tbody");

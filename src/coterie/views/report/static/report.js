@@ -1,5 +1,5 @@
-// The page: headline, charts and tables of one run or several. Data comes as one JSON value, inside the page or from
-// the server; `Report.show` may be called again with newer data, and what the reader has chosen stays.
+// The page: headline, charts and tables of one or more runs. The data is one JSON value, embedded in the page or from
+// the server. `Report.show` can be called again with newer data; the reader's choices are kept.
 "use strict";
 const Report = (() => {
   const { el, lines, stacked, flow, points, grid, bubbles, table, colour, clusterName, short, percent, bytes, known } = Charts;
@@ -7,7 +7,7 @@ const Report = (() => {
   const panels = new Map(); // id -> {node, host, extra, draw}
   let data = null, root = null, options = {};
 
-  // ---- one panel: a heading, how to read it, the chart, its numbers ----
+  // ---- a panel: heading, caption, chart, its numbers ----
 
   function panel(home, id, title, caption, paint, more) {
     let item = panels.get(id);
@@ -46,7 +46,7 @@ const Report = (() => {
     item.node.dataset.drawn = "yes";
   }
 
-  // Charts are drawn when they come near the screen: a page of many runs opens at once.
+  // Charts are drawn when they come near the viewport, so that a page of many runs opens at once.
   const observer = new IntersectionObserver((entries) => {
     for (const entry of entries) {
       const item = panels.get(entry.target.id);
@@ -111,7 +111,7 @@ const Report = (() => {
 
   const beside = (run, panel) => run.metrics.filter((m) => m.panel === panel && has(run, m.key));
   const formatOf = (m) => ({ "%": percent, MB: bytes, s: (v) => `${short(v)} s` })[m.unit] || short;
-  const floorOf = (m) => (m.unit || m.better === "low" ? 0 : undefined); // shares and costs are never negative, other scores may be
+  const floorOf = (m) => (m.unit || m.better === "low" ? 0 : undefined); // shares and costs are never negative; other scores may be
 
   // ---- accuracy, F1, loss ----
 
@@ -126,15 +126,15 @@ const Report = (() => {
         bands: five ? [[five[0], five[4], 0.14], [five[1], five[3], 0.2]] : null },
       { name: "weighted by samples", colour: 5, values: weighted, dash: "5 3" },
       ...beside(run, name).map((m, i) => ({ name: m.label, colour: 3 + i, values: run.curves[m.key], dash: "2 3" }))];
-      panel(home, id, title, text + (five ? " Bands: the middle half and the middle eight tenths of the clients." : ""),
+      panel(home, id, title, text + (five ? " Bands: the middle 50 % and the middle 80 % of the clients." : ""),
         (host) => lines(host, { title, x, xMax, series: series.filter((s) => s.values), format, xLabel: "round",
           axisFormat: format === percent ? (v) => `${+(100 * v).toFixed(2)} %` : short, events: name === "accuracy" ? events : [], floor, ceiling: format === percent ? 1 : undefined }),
-        { table: () => table({ columns: ["round", five ? "mean" : main, ...(weighted ? ["weighted by samples"] : []), ...(five ? ["tenth", "quarter", "median", "three quarters", "nine tenths"] : [])].map((n) => ({ name: n, number: true, show: n === "round" ? undefined : format })),
+        { table: () => table({ columns: ["round", five ? "mean" : main, ...(weighted ? ["weighted by samples"] : []), ...(five ? ["10th percentile", "25th", "median", "75th", "90th"] : [])].map((n) => ({ name: n, number: true, show: n === "round" ? undefined : format })),
           rows: x.map((r, i) => [r, run.curves[name][i], ...(weighted ? [weighted[i]] : []), ...(five ? five.map((q) => q[i]) : [])]) }) });
     };
-    scored("accuracy", "accuracy", "Accuracy by round", "Each client's own model on its own test samples." + (events.length ? " Marks above: repairs." : ""), percent, "mean over clients", 0);
-    scored("f1", "f1", "F1 by round", "A client's F1 is the mean over the classes it holds.", percent, "mean over clients", 0);
-    scored("loss", "loss", "Loss by round", "On the clients' test samples; lower is better.", short, "mean over clients", 0);
+    scored("accuracy", "accuracy", "Accuracy by round", "Each client's personal model on its own test samples." + (events.length ? " Triangles: repairs." : ""), percent, "mean over clients", 0);
+    scored("f1", "f1", "F1 by round", "The F1 of a client is the mean over its classes.", percent, "mean over clients", 0);
+    scored("loss", "loss", "Loss by round", "On the test samples of the clients; lower is better.", short, "mean over clients", 0);
     const more = run.metrics.filter((m) => !m.panel && m.shown.includes("curves") && !["accuracy", "f1", "loss", "churn"].includes(m.key));
     for (const m of more) scored(`metric-${m.key}`, m.key, `${m.label} by round`, `${m.about}.`, formatOf(m), m.label, floorOf(m));
   }
@@ -144,14 +144,14 @@ const Report = (() => {
   function clusters(home, run) {
     const x = run.curves.round, xMax = run.state === "finished" ? undefined : run.planned;
     if (run.sizes && x.length) {
-      panel(home, "sizes", "Cluster sizes by round", "Clients in each cluster, one above the other.",
+      panel(home, "sizes", "Cluster sizes by round", "Clients in each cluster, stacked.",
         (host) => stacked(host, { title: "Cluster sizes by round", x, xMax, xLabel: "round", series: run.sizes.clusters.map((k, i) => ({ name: clusterName(k), colour: k, values: run.sizes.values[i] })) }),
         { table: () => plain(["round", ...run.sizes.clusters.map(clusterName)], x.map((r, i) => [r, ...run.sizes.values.map((v) => v[i])]), run.sizes.clusters.map(() => true).concat(true)) });
     }
     if (has(run, "churn") && run.sizes) {
       const series = [["churn", "clients that changed cluster"], ...beside(run, "churn").map((m) => [m.key, m.label])]
         .map(([key, name], i) => ({ name, colour: [3, 0, 2, 4, 5, 6, 7][i % 7], values: run.curves[key], dash: ["", "", "5 3"][i] ?? "2 3", width: i < 2 ? 2 : 1.5 }));
-      const caption = "Share of the clients that changed their cluster in a round" + (series.length > 1 ? "; and how well clusters agree with the true groups (1: exactly)." : ".");
+      const caption = "Share of clients that changed cluster in a round" + (series.length > 1 ? ", and agreement of clusters with the true groups (1: exact)." : ".");
       const title = series.length > 1 ? "Churn and agreement by round" : "Churn by round";
       panel(home, "churn", title, caption,
         (host) => lines(host, { title, x, xMax, series, xLabel: "round", format: (v) => v.toFixed(3), axisFormat: short, range: [Math.min(0, ...series.flatMap((s) => s.values.filter(known))), 1.02] }),
@@ -159,22 +159,22 @@ const Report = (() => {
     }
     if (run.confusion) {
       const { clusters: rows, counts } = run.confusion;
-      panel(home, "confusion", "Clusters and true groups", "Clients of each true group in each cluster. A good clustering has one filled cell in every row.",
+      panel(home, "confusion", "Clusters and true groups", "Clients of each true group in each cluster. A row with one filled cell is a pure cluster.",
         (host) => grid(host, { title: "Confusion of clusters and true groups", values: counts, rows: rows.map(clusterName), columns: run.groups, left: 78, most: 90, cellHeight: 26, numbers: (v) => String(v), xLabel: "true group",
-          told: (r, c, v) => [`${clusterName(rows[r])}, ${run.groups[c]}`, `${v} clients`] }),
+          describe: (r, c, v) => [`${clusterName(rows[r])}, ${run.groups[c]}`, `${v} clients`] }),
         { table: () => plain(["cluster", ...run.groups], counts.map((row, i) => [clusterName(rows[i]), ...row])) });
     }
     if (run.flow) {
-      const moved = run.flow.moves ? `${run.flow.moves.toLocaleString("en")} moves in all.` : "Nobody moved.";
-      panel(home, "flow", "Who moved where", `Bars are clusters, bands are clients between rounds; columns stand where most moved. ${moved}`,
-        (host) => flow(host, run.flow, "Flow of clients between clusters"), { wide: true,
+      const moved = run.flow.moves ? `${run.flow.moves.toLocaleString("en")} ${run.flow.moves === 1 ? "move" : "moves"} in total.` : "No client moved.";
+      panel(home, "flow", "Moves between clusters", `Bars are clusters, bands are clients that stay or move. The columns are the rounds with the most moves. ${moved}`,
+        (host) => flow(host, run.flow, "Moves of clients between clusters"), { wide: true,
           table: () => plain(["from round", "to round", "from", "to", "clients"], run.flow.links.flatMap((links, c) => links.map(([a, b, n]) => [run.flow.rounds[c], run.flow.rounds[c + 1], clusterName(a), clusterName(b), n])), [true, true, false, false, true]) });
     }
     if (run.map && run.clients) {
       const apart = Boolean(run.sizes); // else every client is a cluster of its own
-      if (apart) map(home, run, "map-cluster", "Map of the clients' models, by cluster", run.clients.cluster, clusterName);
-      else if (!run.clients.group) map(home, run, "map-cluster", "Map of the clients' models", run.clients.name.map(() => 0), () => "clients");
-      if (run.clients.group) map(home, run, "map-group", apart ? "The same map, by true group" : "Map of the clients' models, by true group", run.clients.group, (g) => run.groups[g] || `group ${g}`);
+      if (apart) map(home, run, "map-cluster", "Map of client models, by cluster", run.clients.cluster, clusterName);
+      else if (!run.clients.group) map(home, run, "map-cluster", "Map of client models", run.clients.name.map(() => 0), () => "clients");
+      if (run.clients.group) map(home, run, "map-group", apart ? "The same map, by true group" : "Map of client models, by true group", run.clients.group, (g) => run.groups[g] || `group ${g}`);
     }
   }
 
@@ -182,7 +182,7 @@ const Report = (() => {
     const { map: places } = run;
     const colours = places.clients.map((i) => (labels ? labels[i] : -1));
     const shownOf = places.clients.length < places.of ? ` ${places.clients.length} of ${places.of} clients are shown.` : "";
-    panel(home, id, title, `Each point is the model a client sent last; near means alike.${shownOf}`, (host, item) => {
+    panel(home, id, title, `Each point is the last model a client sent; close points are similar models.${shownOf}`, (host, item) => {
       const later = !places.tsne && options.tsne;
       const kind = choices.map === "tsne" && places.tsne ? "tsne" : "pca";
       const ways = [["pca", "PCA"]].concat(places.tsne || later ? [["tsne", "t-SNE"]] : []);
@@ -193,20 +193,20 @@ const Report = (() => {
       });
       const [px, py] = places[kind];
       const kinds = [...new Set(colours)].sort((a, b) => a - b);
-      const label = kind === "pca" ? `first component (${(100 * places.share[0]).toFixed(0)} % of the variance), second (${(100 * places.share[1]).toFixed(0)} %)` : "t-SNE: only neighbourhoods mean something";
+      const label = kind === "pca" ? `component 1 (${(100 * places.share[0]).toFixed(0)} % of the variance) and 2 (${(100 * places.share[1]).toFixed(0)} %)` : "t-SNE: only neighbourhoods are meaningful";
       points(host, { title: `${title} (${kind === "pca" ? "PCA" : "t-SNE"})`, x: px, y: py, colours, xLabel: host.clientWidth > 420 ? label : kind === "pca" ? "PCA" : "t-SNE",
         legend: kinds.length <= 16 ? kinds.map((k) => ({ name: name(k), colour: k })) : null,
-        told: (i) => facts(run, places.clients[i]) });
+        describe: (i) => facts(run, places.clients[i]) });
     });
   }
 
   function facts(run, i) {
-    const c = run.clients, told = [c.name[i]];
-    if (c.cluster) told.push(clusterName(c.cluster[i]));
-    if (c.group) told.push(`true group ${run.groups[c.group[i]]}`);
-    if (c.accuracy) told.push(`accuracy ${percent(c.accuracy[i])}`);
-    if (c.samples) told.push(`${c.samples[i]} training samples`);
-    return told;
+    const c = run.clients, text = [c.name[i]];
+    if (c.cluster) text.push(clusterName(c.cluster[i]));
+    if (c.group) text.push(`true group ${run.groups[c.group[i]]}`);
+    if (c.accuracy) text.push(`accuracy ${percent(c.accuracy[i])}`);
+    if (c.samples) text.push(`${c.samples[i]} training samples`);
+    return text;
   }
 
   // ---- clients ----
@@ -221,15 +221,15 @@ const Report = (() => {
       const lot = (i) => (alone ? 0 : cluster[i]);
       const order = c.name.map((_, i) => i).filter((i) => known(score[i])).sort((a, b) => lot(a) - lot(b) || score[a] - score[b]);
       const title = isLoss ? "Loss of each client" : "Accuracy of each client";
-      panel(home, "clients", title, `In the last evaluation, sorted${alone ? "" : " within each cluster"}; lines are means.`, (host) => {
+      panel(home, "clients", title, `Last evaluation, sorted${alone ? "" : " within each cluster"}; dashed lines are means.`, (host) => {
         const values = order.map((i) => score[i]);
         const bounds = Charts.extent([values]);
         if (!isLoss) { bounds[0] = Math.max(0, bounds[0]); bounds[1] = Math.min(1.005, bounds[1]); }
-        points(host, { title, x: order.map((_, i) => i), y: values, colours: order.map(lot), margin: { left: 52, right: 10, top: 10, bottom: 24 }, height: 260, told: (i) => facts(run, order[i]),
+        points(host, { title, x: order.map((_, i) => i), y: values, colours: order.map(lot), margin: { left: 52, right: 10, top: 10, bottom: 24 }, height: 260, describe: (i) => facts(run, order[i]),
           axes: (f) => {
             const py = Charts.yAxis(f, bounds[0], bounds[1], isLoss ? short : (v) => `${+(100 * v).toFixed(2)} %`, null);
             const px = (v) => f.x0 + ((v + 0.5) / Math.max(1, order.length)) * (f.x1 - f.x0);
-            // Names where all have room, else numbers.
+            // Names if all fit, otherwise numbers.
             const sizes = new Map();
             for (const i of order) sizes.set(lot(i), (sizes.get(lot(i)) || 0) + 1);
             const short_ = Math.min(...sizes.values()) * (px(1) - px(0)) < 58;
@@ -249,27 +249,27 @@ const Report = (() => {
     }
     if (run.fairness) {
       const f = run.fairness;
-      panel(home, "fairness", "Who is left behind", "The five clients with the least accuracy, and how even the accuracies are.", (host) => {
+      panel(home, "fairness", "Fairness", "The five clients with the lowest accuracy, and how evenly accuracy is distributed.", (host) => {
         host.replaceChildren(
           table({ columns: [{ name: "client", wide: true }, { name: "accuracy", number: true, show: percent }, { name: "cluster", number: true }, ...(c.group ? [{ name: "true group" }] : []), { name: "samples", number: true }],
-            rows: f.worst.map((i) => [c.name[i], c.accuracy[i], c.cluster ? (c.cluster[i] < 0 ? "not met" : c.cluster[i]) : null, ...(c.group ? [run.groups[c.group[i]]] : []), c.samples ? c.samples[i] : null]) }),
-          el("p", { class: "dim" }, `Mean ${percent(f.mean)}, standard deviation ${percent(f.deviation)}; ${f.parts.map(([label, value]) => `${label} ${percent(value)}`).join(", ")}; Jain's index ${f.jain.toFixed(4)} (1: all alike).`));
+            rows: f.worst.map((i) => [c.name[i], c.accuracy[i], c.cluster ? (c.cluster[i] < 0 ? "not seen" : c.cluster[i]) : null, ...(c.group ? [run.groups[c.group[i]]] : []), c.samples ? c.samples[i] : null]) }),
+          el("p", { class: "dim" }, `Mean ${percent(f.mean)}, standard deviation ${percent(f.deviation)}; ${f.parts.map(([label, value]) => `${label} ${percent(value)}`).join(", ")}; Jain's index ${f.jain.toFixed(4)} (1: all equal).`));
       });
     }
     if (run.labels) {
       const l = run.labels, names = run.groups;
       const legend = c.group && names.length <= 16 ? names.map((name, g) => ({ name, colour: g })) : null;
-      const title = "Who holds which classes";
+      const title = "Classes held by each client";
       if (l.kind === "bubbles") {
-        panel(home, "labels", title, `A bubble's area is the number of training samples${c.group ? "; clients stand by true group" : ""}.`,
+        panel(home, "labels", title, `The area of a bubble is the number of training samples${c.group ? "; clients are ordered by true group" : ""}.`,
           (host) => bubbles(host, { title, counts: l.counts, classes: l.classes, colours: l.clients.map((i) => (c.group ? c.group[i] : 0)), names: l.clients.map((i) => c.name[i]), legend, xLabel: `${l.clients.length} clients${c.group ? ", by true group" : ""}` }),
           { wide: l.clients.length > 60, table: () => plain(["client", ...l.classes.map((k) => `class ${k}`)], l.clients.map((i, row) => [c.name[i], ...l.counts[row]])) });
       } else {
         const bands = [];
         l.group.forEach((g, i) => { const last = bands[bands.length - 1]; if (last && last.colour === g) last.to = i + 1; else bands.push({ colour: g, from: i, to: i + 1, name: names[g] || "" }); });
-        panel(home, "labels", title, `Share of each class at the clients${c.group ? ", by true group" : ""}, then by most frequent class; neighbours are averaged.`,
+        panel(home, "labels", title, `Share of each class at each client. Clients are ordered by ${c.group ? "true group, then by " : ""}most frequent class; neighbours are averaged.`,
           (host) => grid(host, { title, values: l.shares, rows: l.classes.map(String), columns: null, left: 34, bottom: 22, cellHeight: l.classes.length > 20 ? 7 : 16, most: 40, bands: c.group ? bands : null, xLabel: `${l.of} clients`,
-            told: (r, i, v) => [`class ${l.classes[r]}`, `${percent(v)} of the samples${c.group ? ` (${names[l.group[i]]})` : ""}`] }), { wide: true });
+            describe: (r, i, v) => [`class ${l.classes[r]}`, `${percent(v)} of the samples${c.group ? ` (${names[l.group[i]]})` : ""}`] }), { wide: true });
       }
     }
   }
@@ -292,22 +292,22 @@ const Report = (() => {
     const x = run.curves.round;
     if (!x.length) return;
     if (has(run, "down") && has(run, "up")) {
-      const series = [["down", "to the clients", 0], ["up", "from the clients", 1], ["start_bytes", "start", 2], ["repair_bytes", "repairs", 3]].filter(([key]) => has(run, key) && run.curves[key].some((v) => v > 0)).map(([key, name, c]) => ({ name, colour: c, values: run.curves[key] }));
-      if (series.length) panel(home, "bytes", "Bytes sent so far", "Models and arrays both ways; evaluation is not counted.",
+      const series = [["down", "to clients", 0], ["up", "from clients", 1], ["start_bytes", "start", 2], ["repair_bytes", "repairs", 3]].filter(([key]) => has(run, key) && run.curves[key].some((v) => v > 0)).map(([key, name, c]) => ({ name, colour: c, values: run.curves[key] }));
+      if (series.length) panel(home, "bytes", "Bytes sent so far", "Models and arrays in both directions, without evaluation.",
         (host) => stacked(host, { title: "Bytes sent so far", x, xLabel: "round", series, format: bytes }),
         { table: () => table({ columns: [{ name: "round", number: true }, ...series.map((s) => ({ name: s.name, number: true, show: bytes }))], rows: x.map((r, i) => [r, ...series.map((s) => s.values[i])]) }) });
     }
     const score = has(run, "accuracy") ? "accuracy" : "loss";
     if (has(run, score) && has(run, "down") && sent(run).some((v) => v > 0)) {
       const format = score === "accuracy" ? percent : short, title = score === "accuracy" ? "Accuracy against bytes" : "Loss against bytes";
-      panel(home, "against-bytes", title, "What had been sent, both ways and with the start, when a score was reached.",
+      panel(home, "against-bytes", title, "Bytes sent in both directions, including the start, when a score was reached.",
         (host) => lines(host, { title, x: sent(run), series: [{ name: score, colour: 0, values: run.curves[score], width: 2.2 }], xLabel: "bytes sent", xName: "sent", xFormat: bytes, format, xMin: 0, axisFormat: score === "accuracy" ? (v) => `${+(100 * v).toFixed(2)} %` : short }),
         { table: () => table({ columns: [{ name: "round", number: true }, { name: "sent", number: true, show: bytes }, { name: score, number: true, show: format }], rows: x.map((r, i) => [r, sent(run)[i], run.curves[score][i]]) }) });
     }
     if (has(run, "train_seconds")) {
       const series = [["train_seconds", "clients", 0], ["server_seconds", "server", 1], ["evaluate_seconds", "evaluation", 2]].map(([key, name, c]) => ({ name, colour: c, values: run.curves[key] || x.map(() => 0) }));
-      panel(home, "seconds", "Seconds by round", "Where the time of each round went.",
-        (host) => stacked(host, { title: "Seconds by round", x, xLabel: "round", series, format: (v) => `${short(v)} s` }),
+      panel(home, "seconds", "Seconds per round", "Time of each round by part.",
+        (host) => stacked(host, { title: "Seconds per round", x, xLabel: "round", series, format: (v) => `${short(v)} s` }),
         { table: () => plain(["round", ...series.map((s) => s.name)], x.map((r, i) => [r, ...series.map((s) => s.values[i])])) });
     }
   }
@@ -316,7 +316,7 @@ const Report = (() => {
 
   function pictures(home, run) {
     if (run.members) {
-      panel(home, "members", run.sizes ? "What the members of each cluster see" : "What some of the clients see", "Training samples of some members, as they see them, in order of class.", (host) => {
+      panel(home, "members", run.sizes ? "Samples of cluster members" : "Samples of some clients", "Training samples as the clients see them, ordered by class.", (host) => {
         host.replaceChildren(el("div", { class: "members" }, run.members.map((group) => {
           const box = el("section", { class: "mark" }, el("h4", {}, clusterName(group.cluster)), group.members.map((member) => el("figure", {},
             el("img", { class: "strip", src: member.strip, width: 300, alt: `samples of ${run.clients.name[member.client]}, classes ${member.labels.join(", ")}` }),
@@ -331,47 +331,47 @@ const Report = (() => {
 
   function pseudo(home, run) {
     const p = run.pseudo, K = p.clusters.length, L = p.told[0][0].length;
-    if (p.strips) panel(home, "pseudo", "Pseudo samples of each center", "What the center calls class 0, 1, 2 … (columns), each on its own scale of grey. They stand for a kind of client without being anyone's data.", (host) => {
+    if (p.strips) panel(home, "pseudo", "Pseudo samples of each center", "Inputs that the center classifies as class 0, 1, 2 … (columns), each on its own grey scale. They represent a kind of client but are no client's data.", (host) => {
       host.replaceChildren(el("div", { class: "members" }, p.clusters.map((k, i) => {
         const box = el("section", { class: "mark" }, el("h4", {}, clusterName(k)), el("img", { class: "strip", src: p.strips[i], width: 420, alt: `pseudo samples of ${clusterName(k)}` }));
         box.style.borderColor = colour(k);
         return box;
       })));
     }, { wide: true });
-    const judge = p.witness ? "a model trained anew on the cluster's clients" : "the center itself";
-    panel(home, "pseudo-map", "What pseudo samples are called", `Rows: the class a sample was made for; columns: what ${judge} calls it, on average. On the diagonal: as meant.`, (host) => {
+    const judge = p.witness ? "a model trained from scratch on the cluster's clients" : "the center itself";
+    panel(home, "pseudo-map", "Classification of pseudo samples", `Rows: the intended class; columns: the mean prediction of ${judge}. The diagonal is correct.`, (host) => {
       const boxes = p.clusters.map((k) => [k, el("div", {})]);
       host.replaceChildren(el("div", { class: "members" }, boxes.map(([k, box]) => el("div", {}, el("h4", {}, clusterName(k)), box))));
-      boxes.forEach(([k, box], j) => grid(box, { title: `What pseudo samples of ${clusterName(k)} are called`, values: p.witness ? p.witness[j] : p.told[j][j], rows: [...Array(L).keys()], columns: [...Array(L).keys()], left: 26, bottom: 34, square: true, most: 26, top: 1, xLabel: "called",
-        told: (r, c, v) => [`made for class ${r}`, `called ${c}: ${percent(v)}`] }));
+      boxes.forEach(([k, box], j) => grid(box, { title: `Classification of pseudo samples of ${clusterName(k)}`, values: p.witness ? p.witness[j] : p.told[j][j], rows: [...Array(L).keys()], columns: [...Array(L).keys()], left: 26, bottom: 34, square: true, most: 26, top: 1, xLabel: "predicted",
+        describe: (r, c, v) => [`intended class ${r}`, `predicted ${c}: ${percent(v)}`] }));
     }, { wide: true });
     if (K > 1) {
       const share = p.told.map((row) => row.map((m) => m.reduce((sum, line, k) => sum + line[k], 0) / L));
-      panel(home, "pseudo-cross", "Whose samples a center understands", "How surely a center (column) calls the pseudo samples of another (row) what they were meant to be. A strong diagonal: the centers speak differently.",
-        (host) => grid(host, { title: "How well centers understand each other's pseudo samples", values: share, rows: p.clusters.map(clusterName), columns: p.clusters.map((k) => `center ${k}`), left: 78, most: 80, cellHeight: 28, top: 1, numbers: (v) => v.toFixed(2), xLabel: "judged by",
-          told: (r, c, v) => [`samples of ${clusterName(p.clusters[r])}`, `judged by center ${p.clusters[c]}: ${percent(v)}`] }));
+      panel(home, "pseudo-cross", "Pseudo samples across centers", "Mean probability that a center (column) gives to the intended class of another center's pseudo samples (row). A strong diagonal: the centers differ.",
+        (host) => grid(host, { title: "Classification of pseudo samples across centers", values: share, rows: p.clusters.map(clusterName), columns: p.clusters.map((k) => `center ${k}`), left: 78, most: 80, cellHeight: 28, top: 1, numbers: (v) => v.toFixed(2), xLabel: "classified by",
+          describe: (r, c, v) => [`samples of ${clusterName(p.clusters[r])}`, `classified by center ${p.clusters[c]}: ${percent(v)}`] }));
     }
   }
 
   // ---- repairs, failures, settings ----
 
   function trouble(home, run) {
-    if (run.repairs.length) panel(home, "repairs", "Repairs", "What the guard mended while the run went on.", (host) => host.replaceChildren(plain(["round", "what"], run.repairs.map((r) => [r.round, r.reason]), [true, false])));
-    if (run.failures) panel(home, "failures", "Failures", `${run.failures.total.toLocaleString("en")} ${run.failures.total === 1 ? "answer" : "answers"} did not come or could not be used; the rounds went on without.`, (host, item) => {
+    if (run.repairs.length) panel(home, "repairs", "Repairs", "Broken clusters that the guard repaired during the run.", (host) => host.replaceChildren(plain(["round", "repair"], run.repairs.map((r) => [r.round, r.reason]), [true, false])));
+    if (run.failures) panel(home, "failures", "Failures", `${run.failures.total.toLocaleString("en")} ${run.failures.total === 1 ? "answer" : "answers"} missing or unusable; the rounds continued without them.`, (host, item) => {
       host.replaceChildren(plain(["reason", "answers"], run.failures.reasons));
     }, { table: () => plain(["round", "client", "step", "reason"], run.failures.rows, [true, false, false, false]) });
-    if (run.notes.length || run.choice || run.unseen) panel(home, "notes", "Notes", "What the run has to say beside its numbers.", (host) => {
+    if (run.notes.length || run.choice || run.unseen) panel(home, "notes", "Notes", "Notes of the run.", (host) => {
       const more = [];
       if (run.choice) more.push(`Number of clusters chosen: ${run.choice.recommended} (${run.choice.reason})`);
-      if (run.unseen) more.push(`${run.unseen.clients} clients were held out and met at the end: accuracy ${percent(run.unseen.accuracy)}, ARI ${known(run.unseen.ari) ? run.unseen.ari.toFixed(2) : "–"}`);
+      if (run.unseen) more.push(`${run.unseen.clients} clients were held out and evaluated at the end: accuracy ${percent(run.unseen.accuracy)}, ARI ${known(run.unseen.ari) ? run.unseen.ari.toFixed(2) : "–"}`);
       host.replaceChildren(el("ul", {}, [...more, ...run.notes].map((note) => el("li", {}, note))));
     });
   }
 
   function closing(home, run) {
-    panel(home, "settings", "Settings, and how to repeat the run", "All settings as they were resolved.", (host) => {
+    panel(home, "settings", "Settings", "The command that repeats the run, and all resolved settings.", (host) => {
       host.replaceChildren(el("pre", {}, run.command), el("details", {}, el("summary", {}, `${run.settings.length} settings`), plain(["table", "field", "value"], run.settings, [false, false, false])),
-        el("details", {}, el("summary", {}, "environment"), plain(["what", "value"], run.environment, [false, false])));
+        el("details", {}, el("summary", {}, "environment"), plain(["name", "value"], run.environment, [false, false])));
     }, { wide: true });
   }
 
@@ -383,7 +383,7 @@ const Report = (() => {
     head.textContent = `${data.runs.length} runs compared`;
     const offered = data.runs[0].metrics.filter((m) => ["curves", "compare"].some((where) => m.shown.includes(where)) && data.runs.some((run) => has(run, m.key)));
     if (!offered.some((m) => m.key === choices.metric) && offered.length) choices.metric = offered[0].key;
-    panel(cards, "overlay", "Curves over each other", "One line for each row of the table: the mean over its seeds, with the standard deviation as a band. Names in the legend can be ticked off.", (host, item) => {
+    panel(cards, "overlay", "Curves", "One line per row of the table: the mean over its seeds, with the standard deviation as a band. Click a name in the legend to hide its line.", (host, item) => {
       const metric = data.runs[0].metrics.find((m) => m.key === choices.metric), name = metric.label, format = formatOf(metric);
       const select = el("select", { "aria-label": "score", onchange: (event) => { choices.metric = event.target.value; repaint(item); } }, offered.map((m) => el("option", { value: m.key, selected: m.key === choices.metric }, m.label)));
       const against = el("select", { "aria-label": "against", onchange: (event) => { choices.against = event.target.value; repaint(item); } }, [["round", "by round"], ["bytes", "by bytes sent"], ["seconds", "by seconds"]].map(([key, text]) => el("option", { value: key, selected: key === choices.against }, text)));
@@ -391,7 +391,7 @@ const Report = (() => {
       item.controls.replaceChildren(select, against, each);
       const isBytes = choices.against === "bytes", isTime = choices.against === "seconds";
       lines(host, { title: `${name} of ${data.runs.length} runs`, x: [], height: 320, series: overlay(choices.metric), format, nearest: true, floor: floorOf(metric), ceiling: format === percent ? 1 : undefined,
-        axisFormat: format === percent ? (v) => `${+(100 * v).toFixed(2)} %` : short, xLabel: isBytes ? "bytes sent" : isTime ? "seconds of rounds" : "round", xFormat: isBytes ? bytes : short, xMin: isBytes || isTime ? 0 : undefined });
+        axisFormat: format === percent ? (v) => `${+(100 * v).toFixed(2)} %` : short, xLabel: isBytes ? "bytes sent" : isTime ? "seconds" : "round", xFormat: isBytes ? bytes : short, xMin: isBytes || isTime ? 0 : undefined });
     }, { wide: true });
     panel(cards, "table", "Table", "", (host) => { host.replaceChildren(paper()); }, { wide: true });
   }
@@ -408,11 +408,11 @@ const Report = (() => {
   function overlay(metric) {
     const several = data.compare.datasets > 1;
     return data.compare.rows.flatMap((row, c) => {
-      const name = several ? `${row.label} on ${row.dataset}` : row.label, dash = ["", "9 3", "4 2.5", "10 3 2 3", "7 2 2 2 2 2"][c % 5]; // two that lie over each other are both seen
+      const name = several ? `${row.label} on ${row.dataset}` : row.label, dash = ["", "9 3", "4 2.5", "10 3 2 3", "7 2 2 2 2 2"][c % 5]; // of two lines that coincide, both are visible
       const runs = row.runs.map((i) => data.runs[i]).filter((run) => has(run, metric));
       if (!runs.length) return [];
       if (choices.each || runs.length === 1) return runs.map((run) => ({ name: runs.length === 1 ? name : `${name}, seed ${run.seed}`, colour: c, dash, x: xOf(run), values: run.curves[metric], width: 1.4 }));
-      // Rounds that all have: of runs that are still going, as far as the shortest.
+      // Rounds that all runs have: unfinished runs are compared up to the shortest.
       const common = runs[0].curves.round.filter((r) => runs.every((run) => run.curves.round.includes(r)));
       const x = [], mean = [], low = [], high = [];
       for (const r of common) {
@@ -442,8 +442,8 @@ const Report = (() => {
     const made = table({
       class: "paper", columns: [{ name: "method", wide: true }, ...(datasets > 1 ? [{ name: "data" }] : []), { name: "seeds", number: true }, ...columns.map(([, title, , unit]) => ({ name: unit === "%" ? `${title} %` : title, number: true })), ...(tested ? [{ name: "p against the best", number: true }] : [])],
       rows: rows.map((row) => [row.label, ...(datasets > 1 ? [row.dataset] : []), row.runs.length, ...row.cells.map((value, i) => cell(value, columns[i])), ...(tested ? [p(row)] : [])]) });
-    const test = tested ? ` p: two-sided paired t-test of accuracy over the seeds that a row shares with the best one, corrected by Holm for the number of rows; with n = ${Math.min(...rows.filter((r) => known(r.p)).map((r) => r.pairs))} pairs it tells only large and steady differences from chance.` : seeds < 2 ? " One seed each: differences may be chance." : "";
-    return el("div", {}, made, el("p", { class: "dim" }, `Mean${seeds > 1 ? " ± standard deviation over seeds" : ""}; the best of each column is bold.${test} Click a head to sort.`));
+    const test = tested ? ` p: two-sided paired t-test of accuracy over the seeds that a row shares with the best row, with Holm's correction for the number of rows; with n = ${Math.min(...rows.filter((r) => known(r.p)).map((r) => r.pairs))} pairs it detects only large and consistent differences.` : seeds < 2 ? " One seed each: differences may be due to chance." : "";
+    return el("div", {}, made, el("p", { class: "dim" }, `Mean${seeds > 1 ? " ± standard deviation over seeds" : ""}; the best value of each column is bold.${test} Click a column head to sort.`));
   }
 
   // ---- light and dark ----
@@ -453,7 +453,7 @@ const Report = (() => {
     if (!button) return;
     const isDark = () => (html.dataset.theme ? html.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
     const name = () => { button.textContent = isDark() ? "light" : "dark"; };
-    try { const kept = localStorage.getItem("coterie-theme"); if (kept === "light" || kept === "dark") html.dataset.theme = kept; } catch { /* a page from a file may have no storage */ }
+    try { const kept = localStorage.getItem("coterie-theme"); if (kept === "light" || kept === "dark") html.dataset.theme = kept; } catch { /* a page opened from a file may have no storage */ }
     button.addEventListener("click", () => {
       html.dataset.theme = isDark() ? "light" : "dark";
       try { localStorage.setItem("coterie-theme", html.dataset.theme); } catch { /* as above */ }
