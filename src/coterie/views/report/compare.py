@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.runs.checks import finite
-from coterie.runs.metrics import BYTES, SECONDS, Format, metrics
+from coterie.runs.metrics import SECONDS, Format, metrics
 from coterie.runs.reading import RunData
 
 
@@ -35,7 +35,7 @@ def columns() -> list[Column]:
     return [
         *(Column(metric.key, metric.label, metric.format, metric.better) for metric in metrics("compare")),
         Column("clusters", "K", Format(digits=0), "none"),
-        Column("megabytes", "MB sent", BYTES._replace(factor=1), "low"),
+        Column("megabytes", "MB sent", Format(1, 1, "MB"), "low"),
         Column("seconds", "seconds", SECONDS, "low"),
     ]
 
