@@ -416,9 +416,9 @@ def damaged(content: bytes) -> bytes:
         ({"y": np.arange(50)}, "60 samples but 50 labels"),
         ({"user": np.arange(50)}, "60 samples but 50 entries in 'user'"),
         ({"x": np.full((60, 4), np.nan)}, "x has NaN or infinite values"),
-        ({"x": np.arange(60)}, "x must have an axis of samples"),
-        ({"y": np.array(["a"] * 60)}, "y must hold integer classes or float targets"),
-        ({"x": np.array([{}] * 60)}, "holds Python objects"),
+        ({"x": np.arange(60)}, "x must have shape [samples, ...]"),
+        ({"y": np.array(["a"] * 60)}, "y must contain integer classes or float targets"),
+        ({"x": np.array([{}] * 60)}, "contains Python objects"),
     ],
 )
 def test_data_that_cannot_be_used(command: Command, changes: dict[str, Any], said: str):

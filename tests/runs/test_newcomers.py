@@ -216,7 +216,7 @@ def test_a_run_that_cannot_be_opened_says_why(tmp_path: Path):
     last = sorted((path / "checkpoint").glob("round-*"))[-1]
     whole = (last / "state.json").read_bytes()
     (last / "state.json").write_bytes(whole[:-9])
-    with pytest.raises(CheckpointError, match=r"The last checkpoint .* is not there whole\. .*was cut short"):
+    with pytest.raises(CheckpointError, match=r"The last checkpoint .* is not there whole\. .*truncated"):
         open_run(path)
     (last / "state.json").write_bytes(whole)
     (path / "summary.json").unlink()

@@ -159,13 +159,15 @@ class Link:
             for message, node in zip(ids, nodes, strict=True):
                 if not message:
                     yield node, "could not be reached"
-            while waiting and time.monotonic() < ends:
+            is_over = False
+            while waiting and not is_over:  # look once more after the deadline: answers may have come meanwhile
+                is_over = time.monotonic() >= ends
                 for reply in self._grid.pull_messages(list(waiting)):
                     # The SuperLink's own errors have no sender, so match replies by the message they answer.
                     found = waiting.pop(reply.metadata.reply_to_message_id, None)
                     if found is not None:
                         yield found, _content(reply)
-                if waiting:
+                if waiting and not is_over:
                     time.sleep(self._poll)
         except (OSError, RuntimeError) as error:
             raise Unreachable(
