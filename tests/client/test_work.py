@@ -191,7 +191,7 @@ def test_unknown_work():
         (SGD(optimizer=3), "optimizer of SGD must be a string. Got 3 instead."),
         (SGD(beta1=1.0), "beta1 of SGD must be a number >= 0 and < 1. Got 1.0 instead."),
         (SGD(eps=0.0), "eps of SGD must be a number > 0. Got 0.0 instead."),
-        (SGD(clip_norm=0.0), "clip_norm of SGD must be a number > 0 or nothing. Got 0.0 instead."),
+        (SGD(clip_norm=0.0), "clip_norm of SGD must be a number > 0 or None. Got 0.0 instead."),
         (SGD(decay_every=0), "decay_every of SGD must be an int >= 1. Got 0 instead."),
         (SGD(lr_floor=0.0), "lr_floor of SGD must be a number > 0 and <= 1. Got 0.0 instead."),
         (SGD(warmup_rounds=-1), "warmup_rounds of SGD must be an int >= 0. Got -1 instead."),

@@ -15,7 +15,7 @@ class LoopEngine(InProcessEngine):
 
     def make_plan(self) -> Plan:
         """Plain autograd."""
-        self.network.find_out_keyed(self.data.federation.samples(0)[0])
+        self.network.detect_keyed(self.data.federation.samples(0)[0])
         return Plan("loop", PlainKernel(self.network, self.task.loss))
 
     def chunk_size(self, work: SGD) -> int:

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.client.batches import Batch
 from coterie.client.stack import Kernel, Plan
 from coterie.client.work import SGD
 from coterie.engines.in_process import InProcessEngine
 from coterie.engines.kernels.graphs import BesideKernel, GraphPlan
-from coterie.engines.kernels.layers import LayerKernel
+from coterie.engines.kernels.layers import Convolutions, LayerKernel
 from coterie.engines.kernels.native import NativeKernel, NativePlan, NotNative
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.engines.kernels.stacked import StackedKernel
@@ -49,7 +50,7 @@ class VectorizedEngine(InProcessEngine):
 
     def make_plan(self) -> Plan:
         """The fastest of the ways that are possible here."""
-        self.network.find_out_keyed(self.data.federation.samples(0)[0])
+        self.network.detect_keyed(self.data.federation.samples(0)[0])
         candidates = self._candidates()
         wanted = self.settings.plan
         known = {candidate.name for candidate in candidates}
@@ -84,7 +85,11 @@ class VectorizedEngine(InProcessEngine):
         cuda = self._device.type == "cuda"
         graph = cuda and self.data.rendered() is not None and self.network.keyed
         low = cuda and self.settings.precision == "bf16"
-        layers = LayerKernel.of(self.network, self.task.loss, low=low, patches=cuda) if reason is None else None
+        layers = (
+            LayerKernel.of(self.network, self.task.loss, Convolutions(cuda, low, patches=cuda))
+            if reason is None
+            else None
+        )
         if layers is not None and not self.task.work.is_plain:
             layers, self._skips_layers = None, True
         native = self._native() if layers is not None and not cuda else None
@@ -99,10 +104,8 @@ class VectorizedEngine(InProcessEngine):
             fast: LayerKernel = layers
             if graph:
                 found.append(Candidate("layers+graph", lambda: GraphPlan("layers+graph", fast, self._chunk())))
-            if graph and fast.has_pictures:
-                beside = LayerKernel.of(
-                    self.network, self.task.loss, grouped=False, low=low, streams=_STREAMS, patches=True
-                )
+            if graph and fast.has_images:
+                beside = LayerKernel.of(self.network, self.task.loss, Convolutions(False, low, _STREAMS, patches=True))
                 assert beside is not None
                 wide = min(self._chunk(), _BESIDE)
                 found.append(Candidate("streams+graph", lambda: GraphPlan("streams+graph", beside, wide)))
@@ -205,7 +208,7 @@ class VectorizedEngine(InProcessEngine):
             params = [named[slot.name] for slot in layout.parameters]
             buffers = [named[slot.name] for slot in layout.buffers]
             with torch.no_grad():
-                grads = kernel.gradients(params, buffers, x, y, mask, keys)
+                grads = kernel.gradients(params, buffers, Batch(x, y, mask, keys))
                 return [*grads, *buffers, kernel.outputs(start.contiguous(), x)]
 
         expected = run(PlainKernel(network, self.task.loss))

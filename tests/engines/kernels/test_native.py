@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from coterie.client.batches import Batch
 from coterie.client.work import SGD, Corrected
 from coterie.engines import make_engine
 from coterie.engines.kernels import native
@@ -120,12 +121,12 @@ def test_samples_that_are_weighed_in_any_order():
     from coterie.engines.kernels.plain import PlainKernel
 
     kernel = NativeKernel.of(network, cross_entropy, (1, 4, 4), 1)
-    stack = [p.detach().repeat(2, *[1] * p.dim()) for _, p in network.named_parameters()]
+    stack = [p.detach().repeat(2, *[1] * p.dim()) for _, p in network.module.named_parameters()]
     x, y = torch.randn(2, 4, 1, 4, 4, dtype=torch.float64), torch.tensor([[0, 1, 2, 0], [2, 2, 1, 0]])
     mask = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.float64)
-    keys = torch.zeros(2, dtype=torch.int64)
-    expected = PlainKernel(network, cross_entropy).gradients(stack, [], x, y, mask, keys)
-    for one, other in zip(kernel.gradients(stack, [], x, y, mask, keys), expected, strict=True):
+    batch = Batch(x, y, mask, torch.zeros(2, dtype=torch.int64))
+    expected = PlainKernel(network, cross_entropy).gradients(stack, [], batch)
+    for one, other in zip(kernel.gradients(stack, [], batch), expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
 
 

@@ -13,7 +13,7 @@ from coterie.client.stack import Plan
 from coterie.client.work import SGD, Corrected, FirstOrderMAML, HessianFreeMAML, Proximal
 from coterie.engines import make_engine
 from coterie.engines.kernels.graphs import GraphPlan
-from coterie.engines.kernels.layers import LayerKernel
+from coterie.engines.kernels.layers import Convolutions, LayerKernel
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.engines.kernels.stacked import StackedKernel
 from coterie.errors import ConfigError
@@ -103,7 +103,9 @@ def layers(piece, workers=1):
 
 def as_on_a_gpu(grouped):
     """Grouped convolutions, or clients beside each other; the first convolution by patches."""
-    return lambda e: Plan("layers", LayerKernel.of(e.network, e.task.loss, grouped=grouped, patches=True), 99)
+    return lambda e: Plan(
+        "layers", LayerKernel.of(e.network, e.task.loss, Convolutions(grouped=grouped, patches=True)), 99
+    )
 
 
 def stacked(piece):
