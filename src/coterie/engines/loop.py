@@ -1,4 +1,4 @@
-"""The reference: one client at a time, plain PyTorch. The other engines must equal it."""
+"""The reference engine: one client at a time, plain PyTorch. The other engines must equal it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from coterie.engines.kernels.plain import PlainKernel
 
 
 class LoopEngine(InProcessEngine):
-    """Blocks of one."""
+    """Trains one client at a time."""
 
     name = "loop"
 

@@ -1,4 +1,4 @@
-"""The compiled program gives what the loop gives, for any vector width, and is left out where it cannot be had."""
+"""The compiled program gives what the loop gives, for any vector width, and is not used where it is not available."""
 
 from __future__ import annotations
 
@@ -151,15 +151,15 @@ def test_what_it_cannot_do_is_left_to_others():
 @pytest.mark.parametrize(
     ("compiler", "reason"), [("no-such-compiler", "cannot be run"), ("false", "failed: no message")]
 )
-def test_without_a_compiler_the_engine_has_its_other_ways(compiler, reason, monkeypatch, tmp_path):
+def test_without_a_compiler_the_engine_has_its_other_plans(compiler, reason, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("COTERIE_CACHE", str(tmp_path))
     monkeypatch.setattr(native, "_loaded", {})
     setup = setup_of(__import__("coterie").FedAvg())
     engine = make_engine("vectorized", setup.task(), setup.federation(), "cpu", {"precision": "float64"})
-    told = engine.describe()
-    assert told["plan"] != "native"
-    assert reason in told["not_native"]
+    found = engine.describe()
+    assert found["plan"] != "native"
+    assert reason in found["not_native"]
     with pytest.raises(NotNative, match=reason):  # the reason is remembered, the compiler is not tried again
         native.library(torch.float64)
 
@@ -195,11 +195,11 @@ def test_it_is_compiled_once_for_a_machine(monkeypatch, tmp_path):
 
 
 def _only_versions(run):
-    def told(command, **options):
+    def only_versions(command, **options):
         assert "--version" in command, "compiled again"
         return run(command, **options)
 
-    return told
+    return only_versions
 
 
 @has_compiler

@@ -191,12 +191,9 @@ class LayerKernel:
         if isinstance(layer, nn.Conv2d):
             were_planes, h = isinstance(h, _Planes), self._images(h)
             return self._convolved(layer, own, h), (h, were_planes)
-        if isinstance(layer, nn.ReLU) and isinstance(h, _Planes):
-            h = _Planes(h.tensor.relu(), h.clients)
-            return h, h.tensor
         if isinstance(layer, nn.ReLU):
-            out = self._lanes.each(lambda part: part.relu(), h) if isinstance(h, list) else h.relu()
-            return out, out
+            out = self._elementwise(torch.relu, h)
+            return out, out.tensor if isinstance(out, _Planes) else out
         if isinstance(layer, nn.MaxPool2d):
             h = h if isinstance(h, _Planes) else self._images(h)
             assert isinstance(layer.kernel_size, int)
@@ -223,11 +220,7 @@ class LayerKernel:
             images = self._convolved_back(layer, own, places, h, self._images(delta), sink, below)
             return self._as_planes(images, len(own[0])) if were_planes else images
         if isinstance(layer, nn.ReLU):
-            if isinstance(delta, _Planes):
-                return _Planes(_aten.threshold_backward(delta.tensor, kept, 0), delta.clients)
-            if isinstance(delta, list):
-                return self._lanes.each(lambda d, out: _aten.threshold_backward(d, out, 0), delta, kept)
-            return _aten.threshold_backward(delta, kept, 0)
+            return self._elementwise(lambda d, out: _aten.threshold_backward(d, out, 0), delta, kept)
         if isinstance(layer, nn.MaxPool2d):
             return kept.backward(delta)
         form, shape = kept
@@ -245,6 +238,11 @@ class LayerKernel:
         return delta.reshape(shape)
 
     # ---- images ----
+
+    def _elementwise(self, function: Callable[..., Tensor], h: Any, *others: Any) -> Any:
+        if isinstance(h, _Planes):
+            return _Planes(function(h.tensor, *others), h.clients)
+        return self._lanes.each(function, h, *others) if isinstance(h, list) else function(h, *others)
 
     def _is_grouped(self, h: Tensor) -> bool:
         return self._grouped and h.dim() == 4

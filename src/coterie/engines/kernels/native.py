@@ -144,13 +144,8 @@ class NativeKernel:
         mask = None if batch.mask is None else batch.mask.to(self._dtype).contiguous()
         clients, size = x.shape[:2]
         numel = torch.tensor([p[0].numel() for p in own])
-        self._check(
-            self._library.gradients(
-                _at(self._table), _long(len(self._table)), _long(clients), _long(self._threads), _long(size),
-                _pointers(own), _at(numel), _pointers(found),
-                _at(x), _long(size * self._sample), _at(y), _at(mask),
-            )
-        )  # fmt: skip
+        models = (own, numel, found)
+        self._call("gradients", clients, self._threads, size, *models, x, size * self._sample, y, mask)
         return [tensor for _, tensor in sorted(zip(self._places, found, strict=True), key=lambda pair: pair[0])]
 
     def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
@@ -160,13 +155,9 @@ class NativeKernel:
         shared = models > 1 and x.stride(0) == 0
         x = x[:1].contiguous() if shared else x.contiguous()
         result = torch.empty(models, samples, self._outputs, dtype=self._dtype)
-        self._check(
-            self._library.outputs(
-                _at(self._table), _long(len(self._table)), _long(models), _long(self._threads), _at(self._offsets),
-                _at(flat), _long(flat.shape[1]), _at(x), _long(0 if shared else samples * self._sample),
-                _long(samples), _at(result),
-            )
-        )  # fmt: skip
+        stride = 0 if shared else samples * self._sample
+        weights = (self._offsets, flat, flat.shape[1])
+        self._call("outputs", models, self._threads, *weights, x, stride, samples, result)
         return result
 
     def train(self, job: Job) -> bool:
@@ -176,32 +167,27 @@ class NativeKernel:
             return False
         rendered = batches.rendered()
         x, y, begins = batches.own_samples() if rendered is None else (*rendered, batches.start)
-        clients, counts = len(job.start), job.counts
-        keys = [None if batches.keys is None else batches.keys.contiguous() for batches in job.batches]
+        counts, streams = job.counts, (job.batches[0].keys, job.batches[-1].keys)
+        keys = [None if key is None else key.contiguous() for key in streams]
         start = job.start if job.start.stride(1) == 1 else job.start.contiguous()
         result = job.result if job.result.is_contiguous() else torch.empty_like(job.result)
         result[:, self._layout.num_parameters :] = start[:, self._layout.num_parameters :]
-        pull = self._pull(work, job)
         correction = job.extras.get("correction") if isinstance(work, Corrected) else None
         correction = None if correction is None else correction.to(self._dtype).contiguous()
-        inner = work.inner_lr if isinstance(work, FirstOrderMAML) else 0.0
+        width = 0 if correction is None else correction.shape[1]
+        inner = work.inner_lr if isinstance(work, FirstOrderMAML) else 0
         numbers = [begins, counts.sizes, counts.per_epoch, counts.batch, counts.steps]
         numbers = [number.to(torch.int64).contiguous() for number in numbers]
-        self._check(
-            self._library.train(
-                _at(self._table), _long(len(self._table)), _long(result.shape[1]), _long(clients),
-                _long(self._threads), _at(self._offsets), _at(start), _long(start.stride(0)), _at(result),
-                _at(x), _at(y), *(_at(number) for number in numbers), _at(keys[0]), _at(keys[-1]),
-                ctypes.c_double(work.lr), ctypes.c_double(work.momentum), ctypes.c_double(work.weight_decay),
-                _at(pull), _at(correction), _long(0 if correction is None else correction.shape[1]),
-                ctypes.c_double(inner),
-            )
-        )  # fmt: skip
+        models = (self._offsets, start, start.stride(0), result)
+        rates = (float(work.lr), float(work.momentum), float(work.weight_decay))  # an int would be passed as int64
+        extras = (self._prox(work, job), correction, width, float(inner))
+        sizes = (result.shape[1], len(start), self._threads)
+        self._call("train", *sizes, *models, x, y, *numbers, *keys, *rates, *extras)
         if result is not job.result:
             job.result.copy_(result)
         return True
 
-    def _pull(self, work: SGD, job: Job) -> Tensor | None:
+    def _prox(self, work: SGD, job: Job) -> Tensor | None:
         if not isinstance(work, Proximal):
             return None
         each = job.extras.get("prox")
@@ -209,8 +195,9 @@ class NativeKernel:
             return each.to(self._dtype).contiguous()
         return torch.full((len(job.start),), work.prox, dtype=self._dtype) if work.prox else None
 
-    def _check(self, failed: int) -> None:
-        if failed:
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the program, whose first arguments are the layers and their number."""
+        if getattr(self._library, name)(*map(_as_c, (self._table, len(self._table), *arguments))):
             raise MemoryError("the compiled program ran out of memory")
 
 
@@ -281,13 +268,10 @@ def _table(layers: Sequence[nn.Module], shape: tuple[int, ...]) -> Tensor | None
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _at(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def _long(value: int) -> ctypes.c_int64:
-    return ctypes.c_int64(value)
-
-
-def _pointers(tensors: Sequence[Tensor]) -> Any:
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+def _as_c(value: Any) -> Any:
+    """An argument of a C function: an int64, a double, a pointer, or an array of pointers."""
+    if value is None or isinstance(value, Tensor):
+        return ctypes.c_void_p(None if value is None else value.data_ptr())
+    if isinstance(value, list):
+        return (ctypes.c_void_p * len(value))(*(tensor.data_ptr() for tensor in value))
+    return ctypes.c_double(value) if isinstance(value, float) else ctypes.c_int64(value)
