@@ -122,6 +122,8 @@ def clipped(direction: Stack, norm: float) -> Stack:
 class MomentumSGD(Optimizer):
     """As torch.optim.SGD; without momentum it has no state."""
 
+    nesterov = False
+
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         self.keeps = ("velocity",) if work.momentum else ()
@@ -133,26 +135,22 @@ class MomentumSGD(Optimizer):
             velocity = state["velocity"]
             torch._foreach_mul_(velocity, self.work.momentum)
             torch._foreach_add_(velocity, direction)
-            direction = self.ahead(velocity, direction)
+            if self.nesterov:  # one more step of momentum
+                velocity = list(torch._foreach_add(direction, velocity, alpha=self.work.momentum))
+            direction = velocity
         move(params, direction, lr)
-
-    def ahead(self, velocity: Stack, direction: Stack) -> Stack:
-        """The direction of the step."""
-        return velocity
 
 
 @register_optimizer("nesterov")
 class NesterovSGD(MomentumSGD):
     """As torch.optim.SGD with nesterov=True."""
 
+    nesterov = True
+
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         if not work.momentum:
             raise ConfigError("The optimizer nesterov needs momentum > 0. Got 0 instead; set work.momentum.")
-
-    def ahead(self, velocity: Stack, direction: Stack) -> Stack:
-        """The direction after one more step of momentum."""
-        return list(torch._foreach_add(direction, velocity, alpha=self.work.momentum))
 
 
 @register_optimizer("adam")

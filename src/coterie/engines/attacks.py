@@ -103,7 +103,8 @@ class Attack:
         true = tensors[name]
         start = torch.zeros_like(true)
         if name == "params" and sent is not None:
-            start = sent.rows() if sent.refs.dim() == 1 else _chosen(sent, tensors)
+            first = torch.zeros(len(sent.refs), dtype=torch.int64)  # of several models, if the client chose none
+            start = sent.rows() if sent.refs.dim() == 1 else take(sent, tensors.get("choice", first))
         if self.kind == "sign_flip":
             false = 2 * start - true
         else:
@@ -112,9 +113,3 @@ class Attack:
             false = start.clone()
             false[who.to(true.device)] += noise.to(true.dtype)
         return torch.where(here.to(true.device).unsqueeze(1), false, true)
-
-
-def _chosen(sent: Models, tensors: dict[str, Tensor]) -> Tensor:
-    """The model that the client chose among several, or else the first."""
-    choice = tensors.get("choice")
-    return take(sent, torch.zeros(len(sent.refs), dtype=torch.int64) if choice is None else choice)

@@ -11,7 +11,7 @@ import abc
 import functools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,7 +137,9 @@ class Engine(abc.ABC):
         """
         if (models is None) != (refs is None):
             raise ConfigError("models and refs must be given together: a table [M, P] and the rows for each client.")
-        request = Request(step, cohort, rng, work or self.task.work, models, refs, payload or {}, each or {})
+        request = Request(
+            step, cohort, rng, work or self.task.work, models, refs, dict(payload or {}), dict(each or {})
+        )
         if models is not None and refs is not None:
             self.ledger.record_models(self.phase, request.name, cohort, self.num_clients, models, refs)
         self.ledger.record_payload(self.phase, request.name, len(cohort), request.payload, request.each)
@@ -156,8 +158,10 @@ class Engine(abc.ABC):
                 answered, failed = True, []
                 self.ledger.record_up(self.phase, request.name, chunk.answer.values())
                 yield chunk
-        if len(cohort) and not answered:
-            self._note_total_failure(request, failed)
+        if len(cohort) and not answered and not any("no client could do" in old for old in self.notes):
+            reason = failed[0].reason if failed else "no answer"
+            hint = "" if reason == LATE else "; is lr too large?"
+            self.notes.append(f"round {self.round}: no client could do {plain_name(request.name)} ({reason}){hint}")
 
     @abc.abstractmethod
     def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:
@@ -203,12 +207,6 @@ class Engine(abc.ABC):
         self.failures.append(failure)
         log.info("round %d: %s failed at %s: %s", self.round, failure.client, plain_name(request.name), reason)
         return failure
-
-    def _note_total_failure(self, request: Request, failures: Sequence[Failure]) -> None:
-        reason = failures[0].reason if failures else "no answer"
-        hint = "" if reason == LATE else "; is lr too large?"
-        if not any("no client could do" in old for old in self.notes):
-            self.notes.append(f"round {self.round}: no client could do {plain_name(request.name)} ({reason}){hint}")
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:

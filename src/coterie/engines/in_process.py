@@ -54,59 +54,27 @@ def _joined(replies: Sequence[Reply]) -> Reply:
     return Reply(torch.cat([reply.positions for reply in good]), answer, failed, gradients)
 
 
-class MemoryStore:
-    """What clients remember: for each name a tensor [N, ...] and who has one."""
-
-    def __init__(self, num_clients: int, device: torch.device) -> None:
-        self._num_clients, self._device = num_clients, device
-        self._values: dict[str, Tensor] = {}
-        self._present: dict[str, Tensor] = {}
-
-    def get(self, name: str, clients: Tensor, default: Tensor) -> Tensor:
-        """Rows of these clients; `default` for those that have none."""
-        if name not in self._values:
-            return default
-        where = clients.to(self._device)
-        found = self._values[name][where]
-        missing = ~self._present[name][where]
-        if bool(missing.any()):
-            found[missing] = default.expand_as(found)[missing]
-        return found
-
-    def put(self, name: str, clients: Tensor, value: Tensor) -> None:
-        """Store one row per client."""
-        if name not in self._values:
-            shape = (self._num_clients, *value.shape[1:])
-            self._values[name] = torch.zeros(shape, dtype=value.dtype, device=self._device)
-            self._present[name] = torch.zeros(self._num_clients, dtype=torch.bool, device=self._device)
-        where = clients.to(self._device)
-        self._values[name][where] = value.to(self._device)
-        self._present[name][where] = True
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All stored tensors by name."""
-        values = {f"value.{name}": tensor for name, tensor in self._values.items()}
-        return values | {f"present.{name}": tensor for name, tensor in self._present.items()}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `tensors` returned."""
-        for name, tensor in tensors.items():
-            kind, _, plain = name.partition(".")
-            store = self._values if kind == "value" else self._present
-            store[plain] = tensor.to(self._device)
-
-
 class _BlockMemory:
-    """The memory of one block's clients."""
+    """The memory of one block's clients: for each name a tensor [N, ...], and who has a row in it."""
 
-    def __init__(self, store: MemoryStore, clients: Tensor) -> None:
-        self._store, self._clients = store, clients
+    def __init__(self, tensors: dict[str, Tensor], clients: Tensor, num_clients: int) -> None:
+        self._tensors, self._clients, self._num_clients = tensors, clients, num_clients
 
     def get(self, name: str, default: Tensor) -> Tensor:
-        return self._store.get(name, self._clients, default)
+        if f"value.{name}" not in self._tensors:
+            return default
+        found, present = (self._tensors[f"{kind}.{name}"][self._clients] for kind in ("value", "present"))
+        if not bool(present.all()):
+            found[~present] = default.expand_as(found)[~present]
+        return found
 
     def put(self, name: str, value: Tensor) -> None:
-        self._store.put(name, self._clients, value)
+        value = value.to(self._clients.device)
+        if f"value.{name}" not in self._tensors:
+            self._tensors[f"value.{name}"] = value.new_zeros(self._num_clients, *value.shape[1:])
+            self._tensors[f"present.{name}"] = value.new_zeros(self._num_clients, dtype=torch.bool)
+        self._tensors[f"value.{name}"][self._clients] = value
+        self._tensors[f"present.{name}"][self._clients] = True
 
 
 class InProcessEngine(Engine):
@@ -133,7 +101,7 @@ class InProcessEngine(Engine):
         self.network = Network(task.module, self.dtype, self.device)
         check_network(self.network, task, federation)
         self.data = DeviceData(federation, self.device, self.dtype, self._may_render())
-        self.memory = MemoryStore(len(federation), self.device)
+        self._memory: dict[str, Tensor] = {}  # what the clients remember
         self._itemsize = self.dtype.itemsize
         sample = federation.samples(0)[0][:1].to(self.device, self.dtype)
         self._activations = self.network.activation_size(sample)
@@ -166,9 +134,9 @@ class InProcessEngine(Engine):
 
     def block_of(self, clients: Tensor, plan: Plan, rng: Rng | None = None, memory: Memory | None = None) -> Block:
         """These clients as a block under a plan; their memory is this engine's unless given."""
-        memory = _BlockMemory(self.memory, clients) if memory is None else memory
-        rng = Rng.seed(0) if rng is None else rng
-        return Block(clients, self.data, self.task, plan, memory, rng, self._samples_at_once)
+        if memory is None:
+            memory = _BlockMemory(self._memory, clients.to(self.device), self.num_clients)
+        return Block(clients, self.data, self.task, plan, memory, rng or Rng.seed(0), self._samples_at_once)
 
     @abc.abstractmethod
     def chunk_size(self, work: SGD) -> int:
@@ -196,11 +164,11 @@ class InProcessEngine(Engine):
 
     def memory_tensors(self) -> dict[str, Tensor]:
         """See `Engine.memory_tensors`."""
-        return self.memory.tensors()
+        return dict(self._memory)
 
     def load_memory(self, tensors: Mapping[str, Tensor]) -> None:
         """See `Engine.load_memory`."""
-        self.memory.load(tensors)
+        self._memory |= {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:
         """One chunk at a time, clients of similar size together so that little is padded."""

@@ -439,32 +439,33 @@ class _Pool:
     def forward(self, h: Any, keep: bool) -> Any:
         if isinstance(h, _Planes):
             return _Planes(self.forward(h.tensor, keep), h.clients)
-        if isinstance(h, list) and self._size == 2 and not h[0].is_cuda:
-            # On a CPU torch's own kernel is several times slower than two maxima of halves.
-            parts = [_halved(part, keep) for part in h]
-            self._kept = [kept for _, kept in parts]
-            return [out for out, _ in parts]
-        if isinstance(h, list):
-            found = self._lanes.each(lambda part: functional.max_pool2d(part, self._size, return_indices=True), h)
-            self._kept = [(part, index) for part, (_, index) in zip(h, found, strict=True)]
-            return [out for out, _ in found]
-        out, index = functional.max_pool2d(h, self._size, return_indices=True)
-        self._kept = (h, index)
-        return out
+        if not isinstance(h, list):
+            out, self._kept = self._pooled(h, keep)
+            return out
+        found = self._lanes.each(lambda part: self._pooled(part, keep), h)
+        self._kept = [kept for _, kept in found]
+        return [out for out, _ in found]
 
     def backward(self, delta: Any) -> Any:
         if isinstance(delta, _Planes):
             return _Planes(self.backward(delta.tensor), delta.clients)
-        if isinstance(delta, list) and self._size == 2 and not delta[0].is_cuda:
-            return [_doubled(d, *kept) for d, kept in zip(delta, self._kept, strict=True)]
-        if isinstance(delta, list):
-            return self._lanes.each(lambda d, kept: self._torch_back(d, *kept), delta, self._kept)
-        return self._torch_back(delta, *self._kept)
+        if not isinstance(delta, list):
+            return self._unpooled(delta, self._kept)
+        return self._lanes.each(self._unpooled, delta, self._kept)
 
-    def _torch_back(self, delta: Tensor, x: Tensor, index: Tensor) -> Tensor:
-        if delta.is_cuda:  # pools do not overlap: unpooling is enough
-            return functional.max_unpool2d(delta, index, [self._size, self._size], output_size=list(x.shape[-2:]))
+    def _pooled(self, x: Tensor, keep: bool) -> tuple[Tensor, Any]:
+        if self._size == 2 and not x.is_cuda:
+            return _halved(x, keep)  # on a CPU torch's own kernel is several times slower
+        out, index = functional.max_pool2d(x, self._size, return_indices=True)
+        return out, (x, index)
+
+    def _unpooled(self, delta: Tensor, kept: Any) -> Tensor:
+        if self._size == 2 and not delta.is_cuda:
+            return _doubled(delta, *kept)
+        x, index = kept
         size = [self._size, self._size]
+        if delta.is_cuda:  # pools do not overlap: unpooling is enough
+            return functional.max_unpool2d(delta, index, size, output_size=list(x.shape[-2:]))
         found: Tensor = _aten.max_pool2d_with_indices_backward(delta, x, size, size, [0, 0], [1, 1], False, index)
         return found
 
