@@ -144,9 +144,9 @@ def test_training_equals_a_plain_loop_of_torch():
     seen = []
     original = engine.plan.kernel.gradients
 
-    def watch(params, buffers, x, y, mask, keys):
-        seen.append((x, y, mask))
-        return original(params, buffers, x, y, mask, keys)
+    def watch(params, buffers, batch):
+        seen.append(batch[:3])
+        return original(params, buffers, batch)
 
     engine.plan.kernel.gradients = watch
     trained = block.train(start, WORK)
@@ -180,10 +180,11 @@ def test_each_epoch_takes_every_sample_once():
     taken = []
     original = engine.plan.kernel.gradients
 
-    def watch(params, buffers, x, y, mask, keys):
+    def watch(params, buffers, batch):
+        x, _, mask, _ = batch
         real = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
         taken.append([x[i, real[i], 0].long().tolist() for i in range(len(x))])
-        return original(params, buffers, x, y, mask, keys)
+        return original(params, buffers, batch)
 
     engine.plan.kernel.gradients = watch
     block.train(block.initial, SGD(epochs=3, batch_size=4))
@@ -207,7 +208,7 @@ def test_number_of_steps(work):
     block = block_of(engine)
     steps = []
     original = engine.plan.kernel.gradients
-    engine.plan.kernel.gradients = lambda *args: steps.append(args[2].shape) or original(*args)
+    engine.plan.kernel.gradients = lambda *args: steps.append(args[2].x.shape) or original(*args)
     block.train(block.initial, work)
     assert len(steps) == (work.steps or work.epochs)
     assert all(shape[0] == len(block) for shape in steps)
@@ -277,5 +278,5 @@ def test_networks_that_do_not_fit():
         engine_of(model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2)), model_settings={})
     with pytest.raises(ModelError, match=r"Linear cannot take samples of shape \(1, 4, 4\)"):
         engine_of(model=lambda: torch.nn.Linear(5, 3), model_settings={})
-    with pytest.raises(ModelError, match="one number for each sample"):
+    with pytest.raises(ModelError, match="one number per sample"):
         engine_of(loss=lambda outputs, y: torch.nn.functional.cross_entropy(outputs, y))

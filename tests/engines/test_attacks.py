@@ -1,4 +1,4 @@
-"""Simulated harm: who does it, what arrives, what is left out, and who is scored."""
+"""Simulated attacks: who attacks, what arrives, what is refused, and who is scored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attack(kind="sign_flip", share=0.3, corrupt=0.0, seed=0):
     return Attack.of(KEYS, kind, share, corrupt, seed)
 
 
-def test_attackers_are_a_share_that_hangs_on_seed_and_key():
+def test_attackers_are_a_share_that_depends_on_seed_and_key():
     found = attack().attackers
     assert int(found.sum()) == 3
     order = torch.tensor([3, 1, 4, 0, 5, 9, 2, 6, 8, 7])
@@ -38,57 +38,60 @@ def test_attackers_are_a_share_that_hangs_on_seed_and_key():
 
 
 def test_sign_flip_sends_the_opposite():
-    harm = attack()
+    attacking = attack()
     start = torch.arange(20.0).reshape(10, 2)
     sent = Models(start, torch.arange(10))
     answer = Answer(params=start + 1.0, samples=torch.ones(10))
-    found = harm.on_answer(answer, torch.arange(10), KEYS, sent, Rng.seed(0))
-    expected = torch.where(harm.attackers.unsqueeze(1), start - 1.0, start + 1.0)
+    found = attacking.on_answer(answer, torch.arange(10), KEYS, sent, Rng.seed(0))
+    expected = torch.where(attacking.attackers.unsqueeze(1), start - 1.0, start + 1.0)
     assert torch.equal(found.params, expected)
     assert torch.equal(found.samples, torch.ones(10))
-    flipped = harm.on_answer(Answer(gradient=start), torch.arange(10), KEYS, sent, Rng.seed(0)).gradient
-    assert torch.equal(flipped[harm.attackers], -start[harm.attackers])
+    flipped = attacking.on_answer(Answer(gradient=start), torch.arange(10), KEYS, sent, Rng.seed(0)).gradient
+    assert torch.equal(flipped[attacking.attackers], -start[attacking.attackers])
 
 
 def test_sign_flip_of_several_models_is_about_the_chosen_one():
-    harm = attack(share=0.99)
+    attacking = attack(share=0.99)
     table = torch.tensor([[0.0, 0.0], [10.0, 10.0]])
     sent = Models(table, torch.tensor([[0, 1]] * 10))
     answer = Answer(params=torch.full((10, 2), 11.0), choice=torch.ones(10, dtype=torch.int64))
-    found = harm.on_answer(answer, torch.arange(10), KEYS, sent, Rng.seed(0)).params
-    assert found[harm.attackers].unique().tolist() == [9.0]
-    first = harm.on_answer(Answer(params=torch.full((10, 2), 11.0)), torch.arange(10), KEYS, sent, Rng.seed(0)).params
-    assert first[harm.attackers].unique().tolist() == [-11.0]
+    found = attacking.on_answer(answer, torch.arange(10), KEYS, sent, Rng.seed(0)).params
+    assert found[attacking.attackers].unique().tolist() == [9.0]
+    first = attacking.on_answer(
+        Answer(params=torch.full((10, 2), 11.0)), torch.arange(10), KEYS, sent, Rng.seed(0)
+    ).params
+    assert first[attacking.attackers].unique().tolist() == [-11.0]
 
 
 def test_gaussian_sends_noise_that_repeats():
-    harm = attack("gaussian")
+    attacking = attack("gaussian")
     start = torch.zeros(10, 400)
     sent = Models(start, torch.arange(10))
     one, again, other = (
-        harm.on_answer(Answer(params=start + 1), torch.arange(10), KEYS, sent, Rng.seed(s)).params for s in (0, 0, 1)
+        attacking.on_answer(Answer(params=start + 1), torch.arange(10), KEYS, sent, Rng.seed(s)).params
+        for s in (0, 0, 1)
     )
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-    noise = one[harm.attackers]
+    noise = one[attacking.attackers]
     assert float(noise.std()) == pytest.approx(1.0, abs=0.1)
     assert float(noise.mean()) == pytest.approx(0.0, abs=0.1)
 
 
 def test_label_flip_changes_what_attackers_train_on_and_nothing_else():
     federation = ragged_federation()
-    harm = attack_of(federation.keys, Schedule(attack="label_flip", attackers=0.3))
-    flipped = harm.on_data(federation)
+    attacking = attack_of(federation.keys, Schedule(attack="label_flip", attackers=0.3))
+    flipped = attacking.on_data(federation)
     for client in range(9):
         (x, y), (seen, labels) = federation.samples(client), flipped.samples(client)
         assert torch.equal(x, seen)
-        assert torch.equal(labels, 2 - y if harm.attackers[client] else y)
+        assert torch.equal(labels, 2 - y if attacking.attackers[client] else y)
     assert attack_of(federation.keys, Schedule()).on_data(federation) is federation
 
 
 def test_label_flip_needs_classes():
     federation, _, _ = problem()
-    with pytest.raises(ConfigError, match="these data have none"):
+    with pytest.raises(ConfigError, match="needs classes, but the dataset is a regression"):
         attack_of(federation.keys, Schedule(attack="label_flip")).on_data(federation)
 
 
@@ -97,9 +100,9 @@ def test_scores_are_those_of_the_honest():
     honest = ~run.attack.attackers.numpy()
     last = run.progress.scores[-1]["accuracy"]
     assert run.progress.rows[-1]["accuracy"]["macro"] == pytest.approx(last[honest].mean())
-    told = run.summary()["attack"]
-    assert told["kind"] == "gaussian"
-    assert len(told["attackers"]) == 3
+    found = run.summary()["attack"]
+    assert found["kind"] == "gaussian"
+    assert len(found["attackers"]) == 3
     assert finished(setup_of(FedAvg())).summary()["attack"] is None
 
 

@@ -64,7 +64,7 @@ def test_stacked_equals_the_loop_and_the_body_stays(model, work):
         before = body_of(setup(model).task().module)
         for name, value in body_of(trainer.engine.task.module).items():
             assert torch.equal(value, before[name])
-            inside = dict(trainer.engine.network.named_parameters())[name]
+            inside = dict(trainer.engine.network.module.named_parameters())[name]
             assert torch.equal(inside, value.double())
         made.append(trainer)
     assert_same(made[0].state.tensors(), made[1].state.tensors(), exact=False, tolerance=1e-9)

@@ -122,7 +122,7 @@ def test_a_step_that_fails_everywhere_is_an_error():
 
 def test_models_and_refs_go_together():
     engine = engine_of()
-    with pytest.raises(ConfigError, match="models and refs go together"):
+    with pytest.raises(ConfigError, match="models and refs must be given together"):
         list(engine.call(train, engine.everyone(), models=engine.initial().unsqueeze(0), rng=Rng.seed(0)))
 
 

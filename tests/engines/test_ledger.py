@@ -17,7 +17,9 @@ def table(*rows, dtype=torch.float32):
 def send(ledger, models, refs, clients=None, phase="round", step="m:train", population=10, shared=None, each=None):
     refs = None if refs is None else torch.tensor(refs)
     clients = torch.arange(len(refs)) if clients is None else torch.tensor(clients)
-    ledger.record_down(phase, step, clients, population, models, refs, shared or {}, each or {})
+    if models is not None:
+        ledger.record_models(phase, step, clients, population, models, refs)
+    ledger.record_payload(phase, step, len(clients), shared or {}, each or {})
 
 
 def down(ledger, name="round/train"):

@@ -94,7 +94,7 @@ def test_batch_norm_statistics_are_averaged_and_counters_are_not():
     ("network", "reason"),
     [
         (ByValue, "one at a time"),
-        (OwnRandomness, "random numbers of its own"),
+        (OwnRandomness, "its own random numbers"),
         (MixesSamples, "differ from plain ones"),
     ],
 )

@@ -92,13 +92,18 @@ def test_flatten_is_in_the_order_of_the_layout():
 
 @given(st.integers(1, 4), st.integers(0, 1000))
 @settings(max_examples=15, deadline=None)
-def test_pack_undoes_unpack(clients, seed):
+def test_copies_of_the_slots_give_the_vector_again(clients, seed):
     layout = Layout.of(Mixed())
     flat = torch.from_numpy(np.random.default_rng(seed).normal(size=(clients, layout.size)))
     named = layout.unpack(flat)
     assert named["head.weight"].shape == (clients, 2, 4)
     assert named["head.weight"][-1, 1, 2] == flat[-1, 8 + 4 + 2]
-    assert torch.equal(layout.pack(named), flat)
+    tensors = [torch.empty(clients, *slot.shape, dtype=flat.dtype) for slot in layout.slots]
+    layout.copy_from(flat, tensors)
+    assert all(torch.equal(named[slot.name], tensor) for slot, tensor in zip(layout.slots, tensors, strict=True))
+    again = torch.empty_like(flat)
+    layout.copy_to(again, tensors)
+    assert torch.equal(again, flat)
 
 
 def test_unpack_gives_views_and_takes_any_leading_axes():
@@ -306,7 +311,7 @@ def test_a_cumulative_batchnorm_is_refused_by_its_place():
     with pytest.raises(ModelError) as caught:
         double(module)
     assert str(caught.value) == (
-        "Sequential.1.0: BatchNorm with momentum=None (a cumulative mean) cannot be averaged; set one."
+        "Sequential.1.0: BatchNorm with momentum=None (a cumulative mean) cannot be averaged; set a momentum."
     )
 
 
@@ -396,7 +401,7 @@ def test_one_dropout_layer_used_twice_draws_twice(under_two_names):
 def test_a_dropout_layer_under_two_names_is_keyed_at_both():
     layer = nn.Dropout(0.5)
     network = double(nn.Sequential(nn.Linear(4, 50), layer, nn.Linear(50, 50), layer))
-    network.find_out_keyed(torch.randn(2, 4))
+    network.detect_keyed(torch.randn(2, 4))
     assert network.keyed
 
 
@@ -460,7 +465,7 @@ def test_a_network_that_draws_on_its_own_is_noticed(module, keyed):
     network = double(module)
     assert network.keyed
     before = torch.get_rng_state()
-    network.find_out_keyed(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
+    network.detect_keyed(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
     assert network.keyed is keyed
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -1,10 +1,12 @@
-"""The batches of clients.
+"""The batches of a stack of clients: a new permutation of each client's samples in every epoch.
 
-Clients with the same number of batches in an epoch keep in step: their samples are put in order once an epoch, and a
-batch is a slice. Others draw each batch by itself.
+Clients with equal numbers of batches per epoch run in step: their samples are permuted once per epoch, and a batch is
+a slice. Other clients gather every batch separately.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,22 +16,34 @@ from coterie.data.federation import Federation, SplitName
 from coterie.data.transforms import apply_view
 from coterie.randomness import mix, permutations
 
-_EPOCH_BYTES = 256 << 20  # samples of an epoch that are put in order at once; beyond it, batch by batch
+_EPOCH_BYTES = 256 << 20  # larger epochs are gathered batch by batch
+
+
+class Batch(NamedTuple):
+    """One batch of each client of a stack."""
+
+    x: Tensor  # [c, B, ...]
+    y: Tensor  # [c, B, ...]
+    mask: Tensor | None  # [c, B], 1 for a real row; None: all rows are real
+    keys: Tensor  # int64 [c], for dropout
+
+
+def rows_of(samples: Tensor, where: Tensor) -> Tensor:
+    """Samples [n, ...] at indices of any shape."""
+    return samples.index_select(0, where.flatten()).reshape(*where.shape, *samples.shape[1:])
 
 
 class DeviceData:
-    """The packed samples of a federation on a device; batches are gathered by row and seen through views."""
+    """The samples of a federation on a device; batches are gathered by row and seen through views."""
 
     def __init__(self, federation: Federation, device: torch.device, dtype: torch.dtype, rendered: int = 0) -> None:
         self.federation = federation
         self.x = federation.x.to(device)
-        self.y = federation.y.to(device)
-        if self.y.is_floating_point():
-            self.y = self.y.to(dtype)
+        self.y = federation.y.to(device, dtype if federation.y.is_floating_point() else None)
         self.device, self.dtype = device, dtype
         names: tuple[SplitName, ...] = ("train", "valid", "test")
         self._index = {name: federation.split(name).index.to(device) for name in names}
-        self._may_render = rendered  # bytes that training samples may take as the clients see them
+        self._may_render = rendered  # bytes available for rendered training samples
         self._rendered: tuple[Federation, tuple[Tensor, Tensor] | None] | None = None
 
     def index(self, split: SplitName) -> Tensor:
@@ -38,8 +52,7 @@ class DeviceData:
 
     def gather(self, rows: Tensor, view: Tensor) -> tuple[Tensor, Tensor]:
         """Samples of rows [c, n] as c clients of these views (a CPU tensor [c]) see them."""
-        x = self.x[rows]
-        x = x.to(self.dtype)
+        x = self.x[rows].to(self.dtype)
         if self.federation.mean != 0.0 or self.federation.std != 1.0:
             x = (x - self.federation.mean) / self.federation.std
         y = self.y[rows]
@@ -55,7 +68,7 @@ class DeviceData:
         return x, y
 
     def at(self, split: SplitName, where: Tensor, view: Tensor) -> tuple[Tensor, Tensor]:
-        """Samples at places [n] of a split, each seen through its view (a CPU tensor [n])."""
+        """Samples at indices [n] of a split, each seen through its view (a CPU tensor [n])."""
         ready = self.rendered() if split == "train" else None
         if ready is not None:
             return ready[0].index_select(0, where), ready[1].index_select(0, where)
@@ -63,10 +76,9 @@ class DeviceData:
         return x[:, 0], y[:, 0]
 
     def rendered(self) -> tuple[Tensor, Tensor] | None:
-        """The training samples in the order of the shards, as their owners see them; None if they do not fit.
+        """All training samples, shard by shard, as their owners see them; None if they do not fit into memory.
 
-        Made once, and again when clients have become of other kinds: then a batch is only picked, not scaled and
-        turned each time.
+        Rendered once, and again when clients change their kind. A batch is then a lookup, without scaling or rotating.
         """
         if self._rendered is None or self._rendered[0] is not self.federation:
             self._rendered = (self.federation, self._render())
@@ -75,51 +87,48 @@ class DeviceData:
     def _render(self) -> tuple[Tensor, Tensor] | None:
         federation, split = self.federation, self.federation.train
         size = len(split.index) * self.x[0].numel() * self.dtype.itemsize
-        alone = len(split.shard.unique()) == len(split.shard)  # a shard of several clients may be seen in several ways
-        if size > self._may_render or not alone:
+        owned = len(split.shard.unique()) == len(split.shard)  # clients that share a shard may differ in their views
+        if size > self._may_render or not owned:
             return None
-        views = federation.view_of(torch.arange(len(federation)))
-        owner = torch.empty(len(split.offsets) - 1, dtype=torch.int64).fill_(-1)
-        owner[split.shard] = torch.arange(len(federation))
-        seen = torch.where(owner < 0, 0, views[owner.clamp_min(0)])  # [shards]
-        each = seen.repeat_interleave(split.offsets.diff())
+        views = torch.zeros(len(split.offsets) - 1, dtype=torch.int64)  # [shards]
+        views[split.shard] = federation.view_of(torch.arange(len(federation)))
+        each = views.repeat_interleave(split.offsets.diff())  # [samples]
         x = torch.empty(len(split.index), *self.x.shape[1:], dtype=self.dtype, device=self.device)
         y = torch.empty(len(split.index), *self.y.shape[1:], dtype=self.y.dtype, device=self.device)
         for number in each.unique().tolist():
             for where in (each == number).nonzero().flatten().split(8192):
                 there = where.to(self.device)
-                rows = self.index("train")[there].unsqueeze(1)
-                found = self.gather(rows, torch.full((len(where),), number))
+                found = self.gather(self.index("train")[there].unsqueeze(1), torch.full((len(where),), number))
                 x[there], y[there] = found[0][:, 0], found[1][:, 0]
         return x, y
 
 
 class StepCounts:
-    """How many steps each client makes, and how many samples each step takes; known without any data."""
+    """How many steps each client makes, and how many samples each step takes; clients with most steps first."""
 
     def __init__(self, sizes: Tensor, work: SGD) -> None:
         batch = sizes if work.batch_size == "full" else torch.full_like(sizes, int(work.batch_size))
         per_epoch = -(-sizes // batch)
         steps = per_epoch * work.epochs if work.steps is None else torch.full_like(sizes, work.steps)
-        self.order = torch.argsort(steps * (1 << 32) + sizes, descending=True, stable=True)  # the busiest first
+        self.order = torch.argsort(steps * (1 << 32) + sizes, descending=True, stable=True)
         self._fill(sizes[self.order], per_epoch[self.order], steps[self.order], batch[self.order])
 
     def _fill(self, sizes: Tensor, per_epoch: Tensor, steps: Tensor, batch: Tensor) -> None:
         self.sizes, self.per_epoch, self.steps, self.batch = sizes, per_epoch, steps, batch
         self.num_steps = int(steps.max())
         last = torch.minimum(steps % per_epoch * batch, sizes)
-        self.num_samples = int((steps // per_epoch * sizes + last).sum())  # of all clients and steps
+        self.num_samples = int((steps // per_epoch * sizes + last).sum())  # over all clients and steps
         self.in_step = bool((per_epoch == per_epoch[0]).all()) and bool((steps == steps[0]).all())
 
     def part(self, which: slice) -> StepCounts:
-        """The plan of some of the clients, in the same order."""
+        """The counts of some of the clients, in the same order."""
         made = StepCounts.__new__(StepCounts)
         made.order = self.order[which]
         made._fill(self.sizes[which], self.per_epoch[which], self.steps[which], self.batch[which])
         return made
 
     def pieces(self, size: int) -> list[slice]:
-        """Runs of at most `size` clients that keep in step, or nearly: little is padded."""
+        """Runs of at most `size` clients with equal or similar counts, so that little is padded."""
         if self.in_step and bool((self.sizes == self.sizes[0]).all()):
             return [slice(i, min(i + size, len(self.sizes))) for i in range(0, len(self.sizes), size)]
         found, start = [], 0
@@ -128,7 +137,7 @@ class StepCounts:
         for place in range(1, len(sizes) + 1):
             ends = place == len(sizes) or place - start >= size
             if not ends and clock[place] != clock[start]:
-                # Small stacks keep in step. Large ones pay more for another start than for some who stand still.
+                # Small stacks run in step. For large ones another stack costs more than some idle clients.
                 ends = size <= 64 or steps[place] < 0.85 * steps[start]
             if not ends and batch[start] == sizes[start]:
                 ends = sizes[place] < 0.85 * sizes[start]
@@ -138,97 +147,80 @@ class StepCounts:
         return found
 
     def active(self, step: int) -> int:
-        """Number of clients that still work at this step; they come first in the order."""
+        """Number of clients that make this step: a prefix, since those with most steps come first."""
         return len(self.steps) if self.in_step else int((self.steps > step).sum())
 
     def batch_sizes(self, step: int) -> Tensor:
-        """Samples of each active client's batch."""
+        """Samples in the batch of each active client."""
         active = self.active(step)
         done = (step % self.per_epoch[:active]) * self.batch[:active]
         return torch.minimum(self.batch[:active], self.sizes[:active] - done)
 
 
 class Batches:
-    """The batches of one stream: for every epoch a new permutation of each client's samples."""
+    """One stream of batches. `keys` [c] seed the permutations; None: samples in their stored order."""
 
     def __init__(self, data: DeviceData, clients: Tensor, counts: StepCounts, keys: Tensor | None) -> None:
-        self._data, self._counts = data, counts
-        device = data.device
-        split = data.federation.train
+        self._data, self._counts, self.keys = data, counts, keys
+        device, split = data.device, data.federation.train
         self._view = data.federation.view_of(clients)
-        self._start = split.offsets[split.shard[clients]].to(device)  # [c]
-        self._per_epoch = counts.per_epoch.to(device)
-        self._batch = counts.batch.to(device)
-        self._sizes = counts.sizes.to(device)
-        self._keys = keys  # [c]; None: batches of all samples, in their order
-        self._epoch: dict[int, Tensor] = {}
-        self._made: tuple[int, tuple[Tensor, Tensor, Tensor | None]] | None = None
-        self._laid: tuple[int, Tensor, Tensor] | None = None
-        self._cuts: dict[int, tuple[int, int, Tensor | None]] = {}  # where a batch begins in an epoch, how wide, mask
-        width = int(counts.sizes.max())
-        bytes_of_epoch = len(clients) * width * data.x[0].numel() * data.dtype.itemsize
-        self._in_order = counts.in_step and bytes_of_epoch <= _EPOCH_BYTES
+        self.start = split.offsets[split.shard[clients]].to(device)  # [c], first row of each client's shard
+        self._per_epoch, self._batch, self._sizes = (
+            tensor.to(device) for tensor in (counts.per_epoch, counts.batch, counts.sizes)
+        )
+        self._width = int(counts.sizes.max())
+        self._orders: dict[int, Tensor] = {}  # permutations by epoch
+        self._last: tuple[int, tuple[Tensor, Tensor, Tensor | None]] | None = None
+        self._permuted: tuple[int, Tensor, Tensor] | None = None  # epoch, and its samples
+        self._slices: dict[int, tuple[int, int, Tensor | None]] = {}  # by batch of an epoch: start, width, mask
+        bytes_of_epoch = len(clients) * self._width * data.x[0].numel() * data.dtype.itemsize
+        self._in_step = counts.in_step and bytes_of_epoch <= _EPOCH_BYTES
 
     def at(self, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Inputs [a, B, ...], labels [a, B] and mask [a, B] (None if all rows are real) of the active clients."""
-        if self._made is None or self._made[0] != step:
-            self._made = (step, self._slice(step) if self._in_order else self._draw(step))
-        return self._made[1]
+        if self._last is None or self._last[0] != step:
+            self._last = (step, self._slice(step) if self._in_step else self._draw(step))
+        return self._last[1]
 
     def _slice(self, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A slice of the samples of an epoch, which were put in order together."""
+        """A slice of the epoch's samples."""
         epoch, within = divmod(step, int(self._counts.per_epoch[0]))
-        if self._laid is None or self._laid[0] != epoch:
-            width = int(self._counts.sizes.max())
-            position = torch.arange(width, device=self._start.device).expand(len(self._start), -1)
-            position = torch.minimum(position, self._sizes.unsqueeze(1) - 1)
-            if self._keys is not None:
-                position = self._permutation(epoch).gather(1, position)
-            self._laid = (epoch, *self._samples(position))
-        _, x, y = self._laid
-        if within not in self._cuts:
+        if self._permuted is None or self._permuted[0] != epoch:
+            position = self._positions()
+            if self.keys is not None:
+                position = self._order(epoch).gather(1, position)
+            self._permuted = (epoch, *self._samples(position))
+        _, x, y = self._permuted
+        if within not in self._slices:
             sizes = self._counts.batch_sizes(step)
             width = int(sizes.max())
-            self._cuts[within] = (within * int(self._counts.batch.max()), width, self._mask(sizes, width))
-        begin, width, mask = self._cuts[within]
+            self._slices[within] = (within * int(self._counts.batch.max()), width, self._mask(sizes, width))
+        begin, width, mask = self._slices[within]
         return x.narrow(1, begin, width), y.narrow(1, begin, width), mask
 
     def _draw(self, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One batch, where clients are at different places of their epochs."""
+        """One batch, where clients are at different batches of their epochs."""
         sizes = self._counts.batch_sizes(step)
         active, width = len(sizes), int(sizes.max())
-        place = torch.arange(width, device=self._start.device)
+        place = torch.arange(width, device=self.start.device)
         position = (step % self._per_epoch[:active] * self._batch[:active]).unsqueeze(1) + place  # [a, B]
         position = torch.minimum(position, self._sizes[:active].unsqueeze(1) - 1)
-        if self._keys is not None:
+        if self.keys is not None:
             position = self._shuffled(step, position)
         return *self._samples(position), self._mask(sizes, width)
 
     def rendered(self) -> tuple[Tensor, Tensor] | None:
-        """The samples that `table` points into."""
+        """The samples that `table` refers to."""
         return self._data.rendered()
 
-    @property
-    def start(self) -> Tensor:
-        """Where each client's samples begin among the rendered ones, [c]."""
-        return self._start
-
-    def laid_out(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The clients' own samples, as they see them, one client after the other: inputs, labels, where each begins."""
-        width = int(self._counts.sizes.max())
-        place = torch.arange(width, device=self._start.device)
-        position = torch.minimum(place.expand(len(self._start), -1), self._sizes.unsqueeze(1) - 1)
-        x, y = self._samples(position)
-        return x.flatten(0, 1), y.flatten(0, 1), torch.arange(len(self._start)) * width
-
-    @property
-    def keys(self) -> Tensor | None:
-        """The keys of the clients' permutations, [c]; None: samples as they lie."""
-        return self._keys
+    def own_samples(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The samples of these clients only, as they see them: inputs, labels, first row of each client."""
+        x, y = self._samples(self._positions())
+        return x.flatten(0, 1), y.flatten(0, 1), torch.arange(len(self.start)) * self._width
 
     def table(self, first: int, count: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Steps `first` ... at once: rows [S, c, width] of the rendered samples, mask [S, c, width], live [S, c]."""
-        device = self._start.device
+        device = self.start.device
         step = torch.arange(first, first + count, device=device).unsqueeze(1)  # [S, 1]
         within, epoch = step % self._per_epoch, step // self._per_epoch  # [S, c]
         place = torch.arange(width, device=device)
@@ -236,51 +228,53 @@ class Batches:
         live = step < self._counts.steps.to(device)
         mask = place < torch.minimum(self._batch, self._sizes - done).unsqueeze(2)  # [S, c, width]
         position = torch.minimum(done.unsqueeze(2) + place, (self._sizes - 1).unsqueeze(1))
-        if self._keys is not None:
+        if self.keys is not None:
             shuffled = torch.empty_like(position)
             for number in range(int(epoch.min()), int(epoch.max()) + 1):
-                order = permutations(mix(self._keys + number), self._counts.sizes)  # [c, longest]
+                order = permutations(mix(self.keys + number), self._counts.sizes)  # [c, longest]
                 picked = order.expand(count, -1, -1).gather(2, position)
                 shuffled = torch.where((epoch == number).unsqueeze(2), picked, shuffled)
             position = shuffled
-        return self._start.unsqueeze(1) + position, mask, live
+        return self.start.unsqueeze(1) + position, mask, live
+
+    def _positions(self) -> Tensor:
+        """0, 1, ... in each client's shard, [c, longest]; shorter shards repeat their last sample."""
+        place = torch.arange(self._width, device=self.start.device).expand(len(self.start), -1)
+        return torch.minimum(place, self._sizes.unsqueeze(1) - 1)
 
     def _samples(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Samples at positions [a, B] of the clients' shards."""
-        where = self._start[: len(position)].unsqueeze(1) + position
+        where = self.start[: len(position)].unsqueeze(1) + position
         rendered = self._data.rendered()
         if rendered is None:
             return self._data.gather(self._data.index("train")[where], self._view[: len(position)])
-        x, y = rendered
-        flat = where.flatten()
-        return x.index_select(0, flat).reshape(*where.shape, *x.shape[1:]), y.index_select(0, flat).reshape(
-            *where.shape, *y.shape[1:]
-        )
+        return rows_of(rendered[0], where), rows_of(rendered[1], where)
 
-    def _mask(self, counts: Tensor, width: int) -> Tensor | None:
-        if bool((counts == width).all()):
+    def _mask(self, sizes: Tensor, width: int) -> Tensor | None:
+        if bool((sizes == width).all()):
             return None
-        place = torch.arange(width, device=self._start.device)
-        return (place < counts.to(place.device).unsqueeze(1)).to(self._data.dtype)
+        place = torch.arange(width, device=self.start.device)
+        return (place < sizes.to(place.device).unsqueeze(1)).to(self._data.dtype)
 
-    def _permutation(self, epoch: int) -> Tensor:
-        """Everyone's order of samples in an epoch, [c, longest]."""
-        if epoch not in self._epoch:
-            assert self._keys is not None
-            self._epoch[epoch] = permutations(mix(self._keys + epoch), self._counts.sizes)
-        for old in [e for e in self._epoch if e < epoch - 1] if self._in_order else []:
-            del self._epoch[old]
-        return self._epoch[epoch]
+    def _order(self, epoch: int) -> Tensor:
+        """Each client's permutation in an epoch, [c, longest]."""
+        if epoch not in self._orders:
+            assert self.keys is not None
+            self._orders[epoch] = permutations(mix(self.keys + epoch), self._counts.sizes)
+        if self._in_step:
+            self._forget(epoch - 1)
+        return self._orders[epoch]
 
     def _shuffled(self, step: int, position: Tensor) -> Tensor:
         """Positions within an epoch -> positions within the shard, by each client's own epoch."""
-        active = len(position)
-        epochs = step // self._counts.per_epoch[:active]
+        epochs = step // self._counts.per_epoch[: len(position)]
         shuffled = torch.empty_like(position)
-        for epoch in epochs.unique().tolist():
-            # Clients are at different epochs at the same step; each epoch is drawn once for all.
+        for epoch in epochs.unique().tolist():  # clients may be in different epochs at the same step
             who = (epochs == epoch).nonzero().flatten().to(position.device)
-            shuffled[who] = self._permutation(epoch)[who].gather(1, position[who])
-        for old in [e for e in self._epoch if e < int(epochs.min())]:
-            del self._epoch[old]
+            shuffled[who] = self._order(epoch)[who].gather(1, position[who])
+        self._forget(int(epochs.min()))
         return shuffled
+
+    def _forget(self, before: int) -> None:
+        for old in [epoch for epoch in self._orders if epoch < before]:
+            del self._orders[old]

@@ -1,8 +1,7 @@
 """What a client can do, written for c clients at once: every tensor has a leading axis c.
 
-A client step is a small function `step(block, models, work, **payload) -> Answer`. On Flower and in the loop
-engine c is 1; in the vectorized engine it is the chunk. The engines differ only in the way they train, whose kernel
-computes gradients and outputs for a stack of models.
+In the loop engine and at a site c is 1; in the vectorized engine it is the chunk. Engines differ in their plan, whose
+kernel computes gradients and outputs of a stack of models.
 """
 
 from __future__ import annotations
@@ -26,91 +25,80 @@ from coterie.randomness import Rng, mix
 
 @dataclass(frozen=True)
 class Models:
-    """The models that the clients of a block were sent: rows of a table."""
+    """The models sent to the clients of a block: rows of a table."""
 
     table: Tensor  # [M, P]
     refs: Tensor  # [c] one each, or [c, m] several
 
     def rows(self) -> Tensor:
-        """One model each, [c, P]."""
+        """The model of each client, [c, P]; ConfigError if it was sent several."""
         if self.refs.dim() != 1:
-            raise ConfigError("These clients were sent several models each; choose one with take(models, choice).")
+            raise ConfigError("Clients were sent several models each; choose one with take(models, choice).")
         return self.table[self.refs]
 
 
 def take(models: Models, choice: Tensor) -> Tensor:
-    """The chosen one of several models of each client: choice [c] in range(m) -> [c, P]."""
+    """The chosen model of each client: choice [c] in range(m) -> [c, P]."""
     return models.table[models.refs.gather(1, choice.to(models.refs.device).unsqueeze(1)).squeeze(1)]
 
 
 class Memory(Protocol):
-    """Named tensors that stay with the clients of a block."""
+    """Named tensors that the clients of a block keep between calls."""
 
     def get(self, name: str, default: Tensor) -> Tensor:
-        """What the clients remember, [c, ...]; `default` (broadcast) for those that remember nothing."""
+        """The stored rows [c, ...]; `default` (broadcast) for clients that have none."""
         ...
 
     def put(self, name: str, value: Tensor) -> None:
-        """Let the clients remember [c, ...]."""
+        """Store one row [c, ...] per client."""
         ...
 
 
 class Block:
-    """c clients that do the same thing at once."""
+    """c clients computed together."""
 
     def __init__(
-        self,
-        clients: Tensor,
-        data: DeviceData,
-        task: Task,
-        plan: Plan,
-        memory: Memory,
-        rng: Rng,
-        samples_at_once: int,
+        self, clients: Tensor, data: DeviceData, task: Task, plan: Plan, memory: Memory, rng: Rng, samples_at_once: int
     ) -> None:
-        self.clients = clients  # int64 [c], on the CPU
-        self.task = task
-        self.memory = memory
-        self._data = data
-        self._plan = plan
-        self._kernel = plan.kernel
+        self.clients, self.task, self.memory = clients, task, memory  # clients: int64 [c], on the CPU
+        self._data, self._plan, self._kernel = data, plan, plan.kernel
         self._keys = rng.keys(data.federation.keys[clients].to(data.device))  # [c]
         self._at_once = samples_at_once
         self._view = data.federation.view_of(clients)  # [c]
-        self.gradients = 0  # gradients of single samples that were computed, for the ledger
+        self.gradients = 0  # per-sample gradients computed, for the ledger
 
     def __len__(self) -> int:
         return len(self.clients)
 
     @property
     def samples(self) -> Tensor:
-        """Number of training samples of each client, int64 [c], on the device."""
+        """Number of training samples, int64 [c], on the device."""
         return self._sizes("train").to(self._data.device)
 
     @property
     def initial(self) -> Tensor:
-        """The common start of the run, which every client can make by itself: [c, P]."""
+        """The initial weights of the run, which every client derives from the seed: [c, P]."""
         return self.task.initial.to(self._data.device, self._data.dtype).expand(len(self), -1)
 
     def rng(self, purpose: str) -> Tensor:
-        """One random key for each client, for this purpose in this call: int64 [c]."""
+        """One random key per client for this purpose in this call: int64 [c]."""
         return mix(self._keys ^ Rng(0).at(purpose).key)
 
     # ---- training ----
 
     def train(self, start: Tensor | Models, work: SGD, **extras: Tensor) -> Tensor:
-        """Train from `start` (models [c, P], or those that were sent) on the clients' own samples: models [c, P].
+        """Train from `start` (models [c, P], or those that were sent) on the clients' training samples: [c, P].
 
-        `extras` are per-client tensors [c, ...] that the work knows (`prox`).
+        `extras` are per-client tensors [c, ...] that the work uses, such as `prox`.
         """
         counts = StepCounts(self._sizes("train"), work)
         self.gradients += counts.num_samples * work.gradients
-        sent = start if isinstance(start, Models) else Models(start, torch.arange(len(self), device=start.device))
+        sent = start if isinstance(start, Models) else self._one_each(start)
         device = sent.table.device
         in_order = torch.empty(len(self), self.task.layout.size, dtype=sent.table.dtype, device=device)
         streams = [self.rng(f"batches {stream}") for stream in range(work.streams)]
         dropout = self.rng("dropout")
-        self._data.rendered()  # now, and not by several threads at once
+        self._data.rendered()  # before the threads start, so that only one renders
 
         def one(which: slice) -> None:
             part = counts.part(which)
@@ -124,24 +112,19 @@ class Block:
             self._plan.train(Job(self.task.layout, begun, in_order[which], work, part, batches, dropout[order], own))
 
         self._plan.each(one, counts)
-        back = torch.empty_like(counts.order)
-        back[counts.order] = torch.arange(len(back))
+        back = torch.argsort(counts.order)
         return in_order if torch.equal(back, counts.order) else in_order[back.to(device)]
 
     def gradient(self, params: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradient of the mean loss over all training samples, and the float buffers after it.
-
-        Both are [c, P]-shaped parts of the vector: gradient [c, num_parameters], buffers [c, rest].
-        """
-        one = SGD(lr=1.0, epochs=1, batch_size="full")
-        moved = self.train(params, one)
+        """Gradient of the mean loss over all training samples [c, num_parameters], and updated buffers [c, rest]."""
+        moved = self.train(params, SGD(lr=1.0, epochs=1, batch_size="full"))
         cut = self.task.layout.num_parameters
         return params[:, :cut] - moved[:, :cut], moved[:, cut:]
 
-    # ---- looking ----
+    # ---- evaluation ----
 
     def outputs(self, params: Tensor, x: Tensor) -> Tensor:
-        """Outputs [c, n, ...] of models [c, P] for the same inputs [n, ...], in eval mode."""
+        """Outputs [c, n, ...] of models [c, P] for shared inputs [n, ...], in eval mode."""
         pieces = max(1, self._at_once // max(1, len(params)))
         found = [self._kernel.outputs(params, part.expand(len(params), *part.shape)) for part in x.split(pieces)]
         return torch.cat(found, dim=1)
@@ -149,86 +132,74 @@ class Block:
     def label_counts(self) -> Tensor:
         """Number of training samples of each class: int64 [c, L]."""
         counts = []
-        for position in range(len(self)):
-            rows = self._data.index("train")[self._shard_range("train", position)]
-            _, y = self._data.gather(rows.unsqueeze(0), self._view[position : position + 1])
+        for client, view in zip(self.clients.tolist(), self._view.split(1), strict=True):
+            rows = self._split("train").rows(client).to(self._data.device)
+            _, y = self._data.gather(rows.unsqueeze(0), view)
             counts.append(torch.bincount(y.flatten(), minlength=self.task.num_classes))
         return torch.stack(counts)
 
     def losses(self, models: Models | Tensor, split: SplitName = "train") -> Tensor:
-        """Mean loss of each client's samples under its model [c], or under each of several [c, m]."""
-        return self._scores(models, split)["loss"]
+        """Mean loss of each client's model on its samples [c], or of each of several models [c, m]."""
+        return self.evaluate(models, split)["loss"]
 
     def evaluate(self, models: Models | Tensor, split: SplitName = "test") -> dict[str, Tensor]:
-        """Scores of each client's model, [c] each: samples, loss, and for classes accuracy and F1.
+        """Scores of each client's model, [c] or [c, m] each: samples, loss, and for classes accuracy and F1.
 
-        F1 is macro over the classes the client holds; with two classes, that of class 1.
+        F1 is the macro mean over the client's classes; with two classes, F1 of class 1.
         A client without samples in the split scores 0 with samples = 0.
         """
-        return self._scores(models, split)
-
-    def _scores(self, models: Models | Tensor, split: SplitName) -> dict[str, Tensor]:
-        if isinstance(models, Tensor):
-            models = Models(models, torch.arange(len(self), device=models.device))
+        models = models if isinstance(models, Models) else self._one_each(models)
         shape = models.refs.shape
-        per_client = 1 if models.refs.dim() == 1 else shape[1]
         shard = self._split(split).shard[self.clients]
-        pairs = torch.stack(
-            [
-                models.refs.cpu().reshape(-1),
-                shard.repeat_interleave(per_client),
-                self._view.repeat_interleave(per_client),
-            ],
-            dim=1,
-        )  # [c * m, 3]: model, shard, view
+        owner = torch.stack([shard, self._view], dim=1).repeat_interleave(shape[1:].numel(), dim=0)  # [c * m, 2]
+        pairs = torch.cat([models.refs.cpu().reshape(-1, 1), owner], dim=1)  # [c * m, 3]: model, shard, view
         unique, inverse = torch.unique(pairs, dim=0, return_inverse=True)  # sorted by model
         scores = _Scores(self.task.num_classes, self.task.loss, self._data.device)
-        for some, outputs, y, lengths in self._forward(models.table, unique, split):
-            scores.add(outputs, y, lengths, len(some))
+        for outputs, y, lengths in self._forward(models.table, unique, split):
+            scores.add(outputs, y, lengths)
         back = inverse.to(self._data.device)
         return {name: values[back].reshape(shape) for name, values in scores.result().items()}
 
-    def _forward(
-        self, table: Tensor, pairs: Tensor, split: SplitName
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Run each (model, shard, view) once: yields pairs, outputs [n, ...], labels [n], lengths, in order."""
+    def _forward(self, table: Tensor, pairs: Tensor, split: SplitName) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Evaluate each (model, shard, view) once, in order: yields outputs [n, ...], labels [n], lengths of pairs."""
         offsets = self._split(split).offsets
         sizes = offsets.diff()[pairs[:, 1]]
-        distinct = len(pairs[:, 0].unique())
-        if distinct == len(pairs) and distinct > 1:
+        models = pairs[:, 0].unique()
+        if 1 < len(models) == len(pairs):
             yield from self._forward_own(table, pairs, split, sizes)
             return
-        for model in pairs[:, 0].unique().tolist():
+        for model in models.tolist():
             mine = pairs[:, 0] == model
             some, lengths = pairs[mine], sizes[mine]
-            where = _runs(offsets[some[:, 1]], lengths)  # places in the split, shard after shard
-            view = some[:, 2].repeat_interleave(lengths)  # one for each sample
+            where = _runs(offsets[some[:, 1]], lengths)  # indices in the split, shard after shard
+            view = some[:, 2].repeat_interleave(lengths)  # one per sample
             found, labels = [], []
-            for part in torch.arange(len(where)).split(self._at_once) if len(where) else [torch.arange(0)]:
+            for part in torch.arange(len(where)).split(self._at_once):
                 x, y = self._data.at(split, where[part].to(self._data.device), view[part])
                 found.append(self._kernel.outputs(table[model : model + 1], x.unsqueeze(0))[0])
                 labels.append(y)
-            yield some, torch.cat(found), torch.cat(labels), lengths
+            yield torch.cat(found), torch.cat(labels), lengths
 
     def _forward_own(
         self, table: Tensor, pairs: Tensor, split: SplitName, sizes: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """As `_forward`, where every pair has a model of its own: stacked, in padded pieces."""
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """As `_forward`, where every pair has its own model: stacked, in padded pieces."""
         offsets = self._split(split).offsets
         longest = max(1, int(sizes.max()))
         for some in torch.arange(len(pairs)).split(max(1, self._at_once // longest)):
             lengths = sizes[some]
-            width = max(1, int(lengths.max()))
-            place = torch.arange(width)
+            place = torch.arange(max(1, int(lengths.max())))
             inside = place < lengths.unsqueeze(1)  # [u, width]
             where = (offsets[pairs[some, 1]].unsqueeze(1) + place).where(inside, torch.zeros(1, dtype=torch.int64))
-            rows = self._data.index(split)[where.to(self._data.device)]
-            x, y = self._data.gather(rows, pairs[some, 2])
+            x, y = self._data.gather(self._data.index(split)[where.to(self._data.device)], pairs[some, 2])
             outputs = self._kernel.outputs(table[pairs[some, 0].to(table.device)], x)
             real = inside.to(self._data.device)
-            yield pairs[some], outputs[real], y[real], lengths
+            yield outputs[real], y[real], lengths
 
     # ---- shards ----
+
+    def _one_each(self, params: Tensor) -> Models:
+        return Models(params, torch.arange(len(self), device=params.device))
 
     def _split(self, split: SplitName) -> Split:
         return self._data.federation.split(split)
@@ -236,31 +207,29 @@ class Block:
     def _sizes(self, split: SplitName) -> Tensor:
         return self._split(split).sizes[self.clients]
 
-    def _shard_range(self, split: SplitName, position: int) -> slice:
-        which = self._split(split)
-        shard = int(which.shard[self.clients[position]])
-        return slice(int(which.offsets[shard]), int(which.offsets[shard + 1]))
-
 
 class _Scores:
-    """Sums up losses, hits and class counts over (model, shard) pairs, in order."""
+    """Losses, accuracies and F1 of (model, shard) pairs, in order."""
 
     def __init__(self, num_classes: int, loss: Loss, device: torch.device) -> None:
         self._classes, self._loss, self._device = num_classes, loss, device
         self._parts: dict[str, list[Tensor]] = {"samples": [], "loss": [], "accuracy": [], "f1": []}
 
-    def add(self, outputs: Tensor, y: Tensor, lengths: Tensor, count: int) -> None:
-        """Add `count` pairs whose samples come one after the other, `lengths` of each."""
-        lengths = lengths.to(self._device)
-        divisor = lengths.clamp_min(1)
-        losses = self._loss(outputs, y).double()
+    def add(self, outputs: Tensor, y: Tensor, lengths: Tensor) -> None:
+        """Add some pairs; `lengths` [u] are their numbers of samples, which follow one another."""
+        count, lengths = len(lengths), lengths.to(self._device)
+
+        def means(values: Tensor) -> Tensor:
+            sums = torch.segment_reduce(values.double(), "sum", lengths=lengths, initial=0.0)
+            return sums / lengths.clamp_min(1)
+
         self._parts["samples"].append(lengths)
-        self._parts["loss"].append(_segment_sums(losses, lengths) / divisor)
+        self._parts["loss"].append(means(self._loss(outputs, y)))
         if not self._classes:
             return
         guess = outputs.flatten(1).argmax(1)
         hit = guess == y
-        self._parts["accuracy"].append(_segment_sums(hit.double(), lengths) / divisor)
+        self._parts["accuracy"].append(means(hit))
         segment = torch.repeat_interleave(torch.arange(count, device=self._device), lengths)
         wide = max(self._classes, outputs.shape[1])
 
@@ -270,7 +239,7 @@ class _Scores:
         actual = count_by_class(segment * wide + y)
         guessed = count_by_class(segment * wide + guess)
         right = count_by_class((segment * wide + y)[hit])
-        f1 = 2 * right / (actual + guessed).clamp_min(1)  # [count, wide]
+        f1 = 2 * right / (actual + guessed).clamp_min(1)  # [u, wide]
         if self._classes == 2:
             self._parts["f1"].append(f1[:, 1])
         else:
@@ -278,7 +247,7 @@ class _Scores:
             self._parts["f1"].append((f1 * held).sum(1) / held.sum(1).clamp_min(1))
 
     def result(self) -> dict[str, Tensor]:
-        """One value for each pair."""
+        """One value per pair."""
         return {name: torch.cat(parts) for name, parts in self._parts.items() if parts}
 
 
@@ -290,7 +259,3 @@ def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
     """
     before = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
-
-
-def _segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    return torch.segment_reduce(values, "sum", lengths=lengths, initial=0.0)

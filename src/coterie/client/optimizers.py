@@ -1,7 +1,7 @@
 """Client optimizers: how a step is made from a direction. One class each, for every engine and plan.
 
 An optimizer works on a stack of c clients: parameters, direction and state are lists of tensors [c, *shape]. It names
-the state it keeps and makes one step in place. The state is zero when a call begins. To add one, write a class:
+its state, which is zero at the start of a call, and makes one step in place. To add one, write a class:
 
     @register_optimizer("lion")
     class Lion(Optimizer):
@@ -9,14 +9,14 @@ the state it keeps and makes one step in place. The state is zero when a call be
 
         def step(self, params, direction, state, lr, count): ...
 
-It is then `--set work.optimizer=lion`; a class that is not registered is `--set work.optimizer=module:Lion`.
+Choose it with `--set work.optimizer=lion`; without registration, with `--set work.optimizer=module:Lion`.
 """
 
 from __future__ import annotations
 
 import abc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -27,31 +27,28 @@ from coterie.nets.registry import import_object
 
 Work = Any  # an SGD of work.py, which imports this module
 Stack = list[Tensor]  # one tensor [c, *shape] for each parameter
-State = dict[str, Stack]  # what an optimizer keeps, by name
+State = dict[str, Stack]  # of an optimizer, by name
+Number = float | Tensor  # a tensor on the device in a CUDA graph
 
 
 class Optimizer(abc.ABC):
-    """Makes steps of a stack of clients; `work` has the hyperparameters (momentum, weight_decay, beta1 ...)."""
+    """Makes steps for a stack of clients; `work` has the hyperparameters (momentum, weight_decay, beta1 ...)."""
 
-    keeps: tuple[str, ...] = ()  # names of the state: for each, one tensor like every parameter
+    keeps: tuple[str, ...] = ()  # names of the state; each has one tensor per parameter, of its shape
 
     def __init__(self, work: Work) -> None:
         self.work = work
 
     @abc.abstractmethod
-    def step(
-        self, params: Stack, direction: Stack, state: Mapping[str, Stack], lr: float | Tensor, count: float | Tensor
-    ) -> None:
-        """One step along `direction`: changes `params` and `state` in place, and nothing else.
+    def step(self, params: Stack, direction: Stack, state: State, lr: Number, count: Number) -> None:
+        """One step along `direction`: change `params` and `state` in place, and nothing else.
 
-        `count` is the number of this step, from 1. In a CUDA graph `lr` and `count` are tensors on the device: do
-        arithmetic with them, and do not read their values. `direction` may hold a tensor twice; do not write to it.
+        `count` is the number of this step, from 1. In a CUDA graph `lr` and `count` are tensors on the device: compute
+        with them, but do not read their values. Do not write to `direction`: it may hold a tensor twice.
         """
 
-    def __call__(
-        self, params: Stack, direction: Stack, state: Mapping[str, Stack], lr: float | Tensor, count: float | Tensor
-    ) -> None:
-        """Clip the direction if the work says so, then make the step."""
+    def __call__(self, params: Stack, direction: Stack, state: State, lr: Number, count: Number) -> None:
+        """Clip the direction if `clip_norm` is set, then make the step."""
         if self.work.clip_norm is not None:
             direction = clipped(direction, self.work.clip_norm)
         self.step(params, direction, state, lr, count)
@@ -63,7 +60,7 @@ _OPTIMIZERS: dict[str, type[Optimizer]] = {}
 
 
 def register_optimizer(name: str) -> Callable[[O], O]:
-    """Decorator: make an optimizer known by a name."""
+    """Decorator: register an optimizer under a name."""
 
     def register(cls: O) -> O:
         _OPTIMIZERS[name] = cls
@@ -73,12 +70,12 @@ def register_optimizer(name: str) -> Callable[[O], O]:
 
 
 def optimizers() -> dict[str, type[Optimizer]]:
-    """All named optimizers."""
+    """All registered optimizers."""
     return dict(sorted(_OPTIMIZERS.items()))
 
 
 def find_optimizer(name: str, may_import: bool = False) -> type[Optimizer]:
-    """The optimizer of a name or of `module:Class`, which is known by that name from then on.
+    """The optimizer registered under a name, or `module:Class`, which is then registered.
 
     The module is imported only where the user starts a run: a message must not choose what a site imports.
     """
@@ -91,14 +88,14 @@ def find_optimizer(name: str, may_import: bool = False) -> type[Optimizer]:
     if found is None:
         raise ConfigError(f"There is no optimizer '{name}' here. Import the module that defines it first.")
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        raise ConfigError(f"optimizer {name} is not a subclass of coterie.Optimizer.")
+        raise ConfigError(f"optimizer {name} is not a subclass of coterie.client.optimizers.Optimizer.")
     return register_optimizer(name)(found)
 
 
 # ---- arithmetic that optimizers share ----
 
 
-def move(params: Stack, direction: Stack, lr: float | Tensor) -> None:
+def move(params: Stack, direction: Stack, lr: Number) -> None:
     """w <- w - lr * direction."""
     if isinstance(lr, Tensor):
         torch._foreach_sub_(params, torch._foreach_mul(direction, lr))
@@ -107,14 +104,14 @@ def move(params: Stack, direction: Stack, lr: float | Tensor) -> None:
 
 
 def with_penalty(params: Stack, direction: Stack, weight_decay: float) -> Stack:
-    """The direction with the gradient of the L2 penalty."""
+    """The direction plus the gradient of the L2 penalty."""
     return list(torch._foreach_add(direction, params, alpha=weight_decay)) if weight_decay else direction
 
 
-def clipped(direction: Stack, longest: float) -> Stack:
-    """Each client's direction, no longer than that: as torch.nn.utils.clip_grad_norm_ for each client."""
+def clipped(direction: Stack, norm: float) -> Stack:
+    """Each client's direction clipped to this norm, as torch.nn.utils.clip_grad_norm_ does."""
     squares = torch.stack([part.flatten(1).square().sum(1) for part in direction])  # [parameters, c]
-    scale = (longest / (squares.sum(0).sqrt() + 1e-6)).clamp(max=1)  # [c]
+    scale = (norm / (squares.sum(0).sqrt() + 1e-6)).clamp(max=1)  # [c]
     return [part * scale.reshape(-1, *[1] * (part.dim() - 1)) for part in direction]
 
 
@@ -123,41 +120,37 @@ def clipped(direction: Stack, longest: float) -> Stack:
 
 @register_optimizer("sgd")
 class MomentumSGD(Optimizer):
-    """As torch.optim.SGD; without momentum it keeps nothing."""
+    """As torch.optim.SGD; without momentum it has no state."""
+
+    nesterov = False
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         self.keeps = ("velocity",) if work.momentum else ()
 
-    def step(
-        self, params: Stack, direction: Stack, state: Mapping[str, Stack], lr: float | Tensor, count: float | Tensor
-    ) -> None:
+    def step(self, params: Stack, direction: Stack, state: State, lr: Number, count: Number) -> None:
         """v <- momentum * v + direction; w <- w - lr * v."""
         direction = with_penalty(params, direction, self.work.weight_decay)
         if self.keeps:
             velocity = state["velocity"]
             torch._foreach_mul_(velocity, self.work.momentum)
             torch._foreach_add_(velocity, direction)
-            direction = self.ahead(velocity, direction)
+            if self.nesterov:  # one more step of momentum
+                velocity = list(torch._foreach_add(direction, velocity, alpha=self.work.momentum))
+            direction = velocity
         move(params, direction, lr)
-
-    def ahead(self, velocity: Stack, direction: Stack) -> Stack:
-        """Where momentum leads."""
-        return velocity
 
 
 @register_optimizer("nesterov")
 class NesterovSGD(MomentumSGD):
     """As torch.optim.SGD with nesterov=True."""
 
+    nesterov = True
+
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         if not work.momentum:
-            raise ConfigError("The optimizer nesterov needs momentum: set work.momentum to a number > 0 and < 1.")
-
-    def ahead(self, velocity: Stack, direction: Stack) -> Stack:
-        """One more step of momentum."""
-        return list(torch._foreach_add(direction, velocity, alpha=self.work.momentum))
+            raise ConfigError("The optimizer nesterov needs momentum > 0. Got 0 instead; set work.momentum.")
 
 
 @register_optimizer("adam")
@@ -166,15 +159,11 @@ class Adam(Optimizer):
 
     keeps = ("first", "second")  # moments of the gradient
 
-    def step(
-        self, params: Stack, direction: Stack, state: Mapping[str, Stack], lr: float | Tensor, count: float | Tensor
-    ) -> None:
+    def step(self, params: Stack, direction: Stack, state: State, lr: Number, count: Number) -> None:
         """w <- w - lr * m / (sqrt(v) + eps), with both moments corrected for their start at zero."""
         self.adapt(params, with_penalty(params, direction, self.work.weight_decay), state, lr, count)
 
-    def adapt(
-        self, params: Stack, direction: Stack, state: Mapping[str, Stack], lr: float | Tensor, count: float | Tensor
-    ) -> None:
+    def adapt(self, params: Stack, direction: Stack, state: State, lr: Number, count: Number) -> None:
         """The step without weight decay."""
         beta1, beta2, first, second = self.work.beta1, self.work.beta2, state["first"], state["second"]
         torch._foreach_lerp_(first, direction, 1 - beta1)
@@ -190,9 +179,7 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019) as torch.optim.AdamW."""
 
-    def step(
-        self, params: Stack, direction: Stack, state: Mapping[str, Stack], lr: float | Tensor, count: float | Tensor
-    ) -> None:
+    def step(self, params: Stack, direction: Stack, state: State, lr: Number, count: Number) -> None:
         """w <- (1 - lr * weight_decay) * w, then Adam's step."""
         if self.work.weight_decay:
             torch._foreach_mul_(params, 1 - lr * self.work.weight_decay)

@@ -1,7 +1,7 @@
-"""Learning-rate schedules: the factor on the step size in a round. One function each, registered by name.
+"""Learning-rate schedules: the factor on the learning rate in a round. One function each, registered by name.
 
-A schedule is a function of the work, of the round (from 1, warm-up not counted) and of the number of rounds (without
-the warm-up; None if it is not known). `--set work.schedule=NAME` chooses one.
+A schedule is a function of the work, the round (from 1, after the warm-up) and the number of rounds (without the
+warm-up; None if unknown). `--set work.schedule=NAME` chooses one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SCHEDULES: dict[str, Schedule] = {}
 
 
 def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
-    """Decorator: make a schedule known by a name."""
+    """Decorator: register a schedule under a name."""
 
     def register(schedule: Schedule) -> Schedule:
         _SCHEDULES[name] = schedule
@@ -29,18 +29,18 @@ def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
 
 
 def find_schedule(name: str) -> Schedule:
-    """The schedule of a name."""
+    """The schedule registered under a name."""
     if name not in _SCHEDULES:
         raise UnknownName("schedule", name, _SCHEDULES)
     return _SCHEDULES[name]
 
 
 def factor(work: Work, round: int) -> float:
-    """The factor on the step size in a round (from 1): the warm-up, then the schedule over the rounds that are left."""
+    """The factor on the learning rate in a round (from 1): the warm-up, then the schedule over the other rounds."""
     warmup = work.warmup_rounds
     if round <= warmup:
         return float(round / (warmup + 1))
-    # lr_decay alone means exponential, as it did before there were schedules.
+    # lr_decay without a schedule means exponential, as in runs from before schedules existed.
     name = "exponential" if work.schedule == "constant" and work.lr_decay != 1 else work.schedule
     total = work.total_rounds
     return find_schedule(name)(work, round - warmup, None if total is None else total - warmup)
@@ -48,26 +48,26 @@ def factor(work: Work, round: int) -> float:
 
 @register_schedule("constant")
 def constant(work: Work, round: int, rounds: int | None) -> float:
-    """The same in every round."""
+    """No change."""
     return 1.0
 
 
 @register_schedule("exponential")
 def exponential(work: Work, round: int, rounds: int | None) -> float:
-    """lr_decay after each round."""
+    """Multiply by lr_decay after each round."""
     return float(work.lr_decay ** (round - 1))
 
 
 @register_schedule("step")
 def step(work: Work, round: int, rounds: int | None) -> float:
-    """lr_decay after every decay_every rounds."""
+    """Multiply by lr_decay every decay_every rounds."""
     return float(work.lr_decay ** ((round - 1) // work.decay_every))
 
 
 @register_schedule("cosine")
 def cosine(work: Work, round: int, rounds: int | None) -> float:
-    """Half a cosine from 1 in the first round to lr_floor in the last one (Loshchilov and Hutter, 2017)."""
+    """Half a cosine, from 1 in the first round to lr_floor in the last (Loshchilov and Hutter, 2017)."""
     if rounds is None:
-        raise ConfigError("The schedule cosine needs the number of rounds: use work.for_run(rounds).")
+        raise ConfigError("The schedule cosine needs the number of rounds; use work.for_run(rounds).")
     progress, floor = min(1.0, (round - 1) / max(1, rounds - 1)), float(work.lr_floor)
     return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2

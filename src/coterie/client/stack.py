@@ -1,29 +1,28 @@
-"""Training a stack of clients: the kernels' protocol, a job, and the plan that trains jobs."""
+"""Training a stack of clients: what a kernel computes, the job of one stack, and the plan that trains jobs."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from coterie.client.batches import Batches, StepCounts
-from coterie.client.optimizers import Optimizer, State
+from coterie.client.batches import Batch, Batches, StepCounts
+from coterie.client.optimizers import Number, Optimizer, State
 from coterie.client.work import SGD, Stack
-from coterie.nets.flat import Layout
+from coterie.nets.flat import Layout, Slot
 from coterie.randomness import mix
 
 
 class Kernel(Protocol):
-    """How a stack of c models is computed; what tells the engines apart."""
+    """Computes a stack of c models."""
 
-    def gradients(
-        self, params: Stack, buffers: Stack, x: Tensor, y: Tensor, mask: Tensor | None, keys: Tensor
-    ) -> Stack:
-        """Gradients of each model's mean loss over its batch [c, B, ...]; float buffers are updated in place."""
+    def gradients(self, params: Stack, buffers: Stack, batch: Batch) -> Stack:
+        """Gradients of each model's mean loss over its batch; float buffers are updated in place."""
         ...
 
     def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
@@ -33,26 +32,16 @@ class Kernel(Protocol):
 
 @runtime_checkable
 class SteppingKernel(Kernel, Protocol):
-    """A kernel that makes whole steps of some works: the gradient and the update in one."""
+    """A kernel that computes the gradient and the update of some kinds of work in one."""
 
     def can_step(self, work: SGD) -> bool:
-        """Whether the steps of this work can be made here."""
+        """Whether `step` supports this work."""
         ...
 
     def step(
-        self,
-        params: Stack,
-        buffers: Stack,
-        state: State,
-        x: Tensor,
-        y: Tensor,
-        mask: Tensor | None,
-        keys: Tensor,
-        optimizer: Optimizer,
-        lr: float | Tensor,
-        count: float | Tensor,
+        self, params: Stack, buffers: Stack, batch: Batch, optimizer: Optimizer, state: State, lr: Number, count: Number
     ) -> None:
-        """One step in place, as `optimizer` makes it with the gradient of this batch."""
+        """One step in place: what `optimizer` does with the gradient of this batch."""
         ...
 
 
@@ -61,32 +50,28 @@ def stepping(kernel: Kernel, work: SGD) -> SteppingKernel | None:
     return kernel if isinstance(kernel, SteppingKernel) and kernel.can_step(work) else None
 
 
+@dataclass(frozen=True)
 class Job:
-    """A stack of clients to be trained: where they start [c, P], what they do, their batches, where the result goes."""
+    """The training of one stack of clients."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        start: Tensor,
-        result: Tensor,
-        work: SGD,
-        counts: StepCounts,
-        batches: list[Batches],
-        keys: Tensor,
-        extras: Mapping[str, Tensor],
-    ) -> None:
-        self.layout, self.start, self.result, self.work, self.counts = layout, start, result, work, counts
-        self.batches, self.keys, self.extras = batches, keys, extras
+    layout: Layout
+    start: Tensor  # [c, P]
+    result: Tensor  # [c, P], where the trained models are written
+    work: SGD
+    counts: StepCounts
+    batches: list[Batches]  # one per stream
+    keys: Tensor  # int64 [c], for dropout
+    extras: Mapping[str, Tensor]  # [c, ...] each
 
 
-class Workspace(threading.local):
-    """Tensors that a thread uses again and again: taking fresh memory from the system costs more than filling it."""
+class _Workspace(threading.local):
+    """Tensors that a thread reuses: fresh memory from the system costs more than filling it."""
 
     def __init__(self) -> None:
         self._held: dict[Any, Tensor] = {}
 
     def like(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor of that shape; what is in it is of the last use."""
+        """An uninitialized tensor of that shape."""
         key = (name, shape, dtype, device)
         if key not in self._held:
             self._held = {k: v for k, v in self._held.items() if k[0] != name}
@@ -94,21 +79,20 @@ class Workspace(threading.local):
         return self._held[key]
 
 
-_workspace = Workspace()
+_workspace = _Workspace()
 
 
 def train_job(job: Job, kernel: Kernel) -> None:
-    """Train from `job.start` [c, P]; the trained models are in `job.result` [c, P] after it."""
+    """Train from `job.start` and write the models to `job.result`."""
     layout, work = job.layout, job.work
-    named = layout.unpack(job.start)
     count, dtype, device = len(job.start), job.start.dtype, job.start.device
 
-    def taken(kind: str, slots: Any) -> Stack:
+    def taken(kind: str, slots: Sequence[Slot]) -> Stack:
         return [_workspace.like(f"{kind} {s.name}", (count, *s.shape), dtype, device) for s in slots]
 
     params, buffers = taken("w", layout.parameters), taken("b", layout.buffers)
-    for slot, tensor in zip((*layout.parameters, *layout.buffers), (*params, *buffers), strict=True):
-        tensor.copy_(named[slot.name])
+    layout.copy_from(job.start, [*params, *buffers])
+    named = layout.unpack(job.start) if work.anchored else {}
     anchor = [named[slot.name] for slot in layout.parameters] if work.anchored else []
     optimizer = work.make_optimizer()
     state = {name: taken(f"state {name}", layout.parameters) for name in optimizer.keeps}
@@ -117,29 +101,26 @@ def train_job(job: Job, kernel: Kernel) -> None:
     whole = stepping(kernel, work)
 
     for step in range(job.counts.num_steps):
-        active = job.counts.active(step)  # clients that are still at work: a prefix, by the order
+        active = job.counts.active(step)
         now = params if active == count else [p[:active] for p in params]
         own = state if active == count else {name: [t[:active] for t in stack] for name, stack in state.items()}
         kept = buffers if active == count else [b[:active] for b in buffers]
         keys = mix(job.keys[:active] + step)
         if whole is not None:
-            whole.step(now, kept, own, *job.batches[0].at(step), keys, optimizer, work.lr, step + 1)
+            whole.step(now, kept, Batch(*job.batches[0].at(step), keys), optimizer, own, work.lr, step + 1)
             continue
 
         def gradient(at: Any, stream: int, step: int = step, kept: Stack = kept, keys: Tensor = keys) -> Stack:
-            x, y, mask = job.batches[stream].at(step)
-            return kernel.gradients(list(at), kept, x, y, mask, keys)
+            return kernel.gradients(list(at), kept, Batch(*job.batches[stream].at(step), keys))
 
-        direction = work.direction(
-            gradient, now, [a[:active] for a in anchor], {n: e[:active] for n, e in job.extras.items()}
-        )
+        extras = {name: extra[:active] for name, extra in job.extras.items()}
+        direction = work.direction(gradient, now, [a[:active] for a in anchor], extras)
         optimizer(now, direction, own, work.lr, step + 1)
-    for slot, tensor in zip((*layout.parameters, *layout.buffers), (*params, *buffers), strict=True):
-        job.result[:, slot.start : slot.stop].copy_(tensor.flatten(1))
+    layout.copy_to(job.result, [*params, *buffers])
 
 
 class Plan:
-    """How an engine trains: the kernel, how many clients make one stack, how many stacks are at work at a time."""
+    """How an engine trains: the kernel, the clients per stack (`piece`), the stacks trained in parallel (`workers`)."""
 
     def __init__(self, name: str, kernel: Kernel, piece: int = 1, workers: int = 1) -> None:
         self.name, self.kernel, self.piece, self.workers = name, kernel, piece, workers
@@ -150,12 +131,12 @@ class Plan:
         train_job(job, self.kernel)
 
     def each(self, function: Callable[[slice], None], counts: StepCounts) -> None:
-        """Do every piece of a plan, several at a time where there are workers.
+        """Call `function` on every piece of the clients, in parallel if there are workers.
 
-        Workers are threads of one torch thread each: kernels let go of Python's lock, data and results are shared as
-        they are, and a piece is computed in the same way whoever computes it.
+        Workers are threads with one torch thread each: kernels release Python's lock, data and results are shared, and
+        the result of a piece does not depend on the thread that computes it.
         """
-        rounds = -(-len(counts.sizes) // (self.piece * self.workers))  # so that all workers have as much to do
+        rounds = -(-len(counts.sizes) // (self.piece * self.workers))  # so that all workers have equal shares
         pieces = counts.pieces(max(1, min(self.piece, -(-len(counts.sizes) // (rounds * self.workers)))))
         if self.workers < 2 or len(pieces) < 2:
             for which in pieces:

@@ -1,4 +1,7 @@
-"""Client steps: functions `step(block, models, work, **payload) -> Answer` that clients run, by name."""
+"""Client steps: what clients do when a method calls them, registered by name; and the ready-made steps.
+
+A client step is a function `step(block, models, work, **payload) -> Answer`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from coterie.errors import ConfigError
 
 
 class Answer(Mapping[str, Tensor]):
-    """Named tensors [c, ...], one row for each client; `answer.params` is `answer["params"]`."""
+    """Named tensors [c, ...], one row per client; `answer.params` is `answer["params"]`."""
 
     def __init__(self, **tensors: Tensor) -> None:
         taken = [name for name in tensors if hasattr(Mapping, name)]
@@ -32,11 +35,10 @@ class Answer(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def __getattr__(self, name: str) -> Tensor:
-        tensors = self.__dict__.get("_tensors", {})
+        tensors: dict[str, Tensor] = self.__dict__.get("_tensors", {})
         if name not in tensors:
             raise AttributeError(f"the answer has no '{name}'; it has {', '.join(tensors) or 'nothing'}")
-        found: Tensor = tensors[name]
-        return found
+        return tensors[name]
 
 
 ClientStep = Callable[..., Answer]
@@ -49,10 +51,10 @@ def client_step(name: ClientStep) -> ClientStep: ...
 @overload
 def client_step(name: str) -> Callable[[ClientStep], ClientStep]: ...
 def client_step(name: str | ClientStep) -> ClientStep | Callable[[ClientStep], ClientStep]:
-    """Decorator: register a client step under the name it has on the wire; code never travels.
+    """Decorator: register a client step under its name in messages; code is never sent.
 
     `@client_step("package:step")` sets the name. Plain `@client_step` uses `module:function`. Dropout draws and Flower
-    messages depend on the name, so a step that moves to another file keeps the name it was given.
+    messages depend on the name, so a step that moves to another file must keep it.
     """
     if not isinstance(name, str):
         return client_step(f"{name.__module__}:{name.__qualname__}")(name)
@@ -66,7 +68,7 @@ def client_step(name: str | ClientStep) -> ClientStep | Callable[[ClientStep], C
 
 
 def step_name(function: ClientStep) -> str:
-    """The name of a step on the wire."""
+    """The name of a step in messages."""
     return getattr(function, "wire_name", None) or f"{function.__module__}:{function.__qualname__}"
 
 
@@ -96,7 +98,7 @@ def train(block: Block, models: Models, work: SGD) -> Answer:
 
 @client_step("coterie.block:evaluate")
 def evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
-    """Scores on the client's test samples: of the model that was sent, or of its own if none was."""
+    """Score the model that was sent, or else the client's own model, on the client's test samples."""
     return Answer(**block.evaluate(_sent_or_own(block, models)))
 
 
@@ -115,20 +117,20 @@ def adapt_and_evaluate(block: Block, models: Models | None, work: SGD) -> Answer
 
 @client_step("coterie.block:adapt")
 def adapt(block: Block, models: Models | None, work: SGD) -> Answer:
-    """The client's personal model: the one that was sent, or its own, after some work on its training samples."""
+    """The personal model: the one that was sent, or the client's own, trained on the client's samples."""
     return Answer(params=block.train(own_model(block, models, work).params, work))
 
 
 @client_step("coterie.block:own_model")
 def own_model(block: Block, models: Models | None, work: SGD) -> Answer:
-    """The client's personal model as it is."""
+    """The personal model without further training."""
     found = _sent_or_own(block, models)
     return Answer(params=found.rows() if isinstance(found, Models) else found)
 
 
 @client_step("coterie.block:label_counts")
 def label_counts(block: Block, models: Models | None, work: SGD) -> Answer:
-    """How many training samples of each class the client has."""
+    """The number of training samples of each class."""
     return Answer(counts=block.label_counts())
 
 

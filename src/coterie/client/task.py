@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,70 +15,59 @@ from coterie.errors import ModelError
 from coterie.nets.flat import Layout, Loss, Network, flatten
 from coterie.randomness import Rng
 
+ModelMaker = Callable[[Rng], nn.Module]
+
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned: a network, a loss, and how a client works on it."""
+    """What is learned, and how a client trains it."""
 
     module: nn.Module
     layout: Layout
-    initial: Tensor  # [P], the common start of the run, on the CPU
+    initial: Tensor  # [P], initial weights of the run, on the CPU
     loss: Loss
     num_classes: int  # 0 for regression
     input_shape: tuple[int, ...]  # of one sample
     work: SGD
-    draw: Callable[[Rng], Tensor]  # other first weights of the same network, [P]
-    make: Callable[[Rng], nn.Module] | None = None  # the network anew; where clients are other processes
-    seed: int = 0  # that `initial` was made from
+    draw: Callable[[Rng], Tensor]  # other initial weights of the same network, [P]
+    make: ModelMaker | None = None  # builds the network; required where clients are other processes
+    seed: int = 0  # of `initial`
 
     @classmethod
     def made(
-        cls,
-        make: Callable[[Rng], nn.Module],
-        seed: int,
-        loss: Loss,
-        num_classes: int,
-        input_shape: tuple[int, ...],
-        work: SGD,
+        cls, make: ModelMaker, seed: int, loss: Loss, num_classes: int, input_shape: tuple[int, ...], work: SGD
     ) -> Task:
-        """The task of a run with this seed: every side of it makes the same first weights by itself."""
+        """The task of a run with this seed; server and sites derive the same initial weights from it."""
         module = make(Rng.seed(seed).at("model"))
+        sizes = (num_classes, input_shape)
         return cls(
-            module=module,
-            layout=Layout.of(module),
-            initial=flatten(module),
-            loss=loss,
-            num_classes=num_classes,
-            input_shape=input_shape,
-            work=work,
-            draw=lambda point: flatten(make(point)),
-            make=make,
-            seed=seed,
+            module, Layout.of(module), flatten(module), loss, *sizes, work, lambda rng: flatten(make(rng)), make, seed
         )
 
 
 def check_network(network: Network, task: Task, federation: Federation) -> None:
-    """Refuse early, in one sentence, a network that cannot take the data or name all classes."""
+    """Raise ModelError if the network cannot process the samples, or has too few outputs for the classes."""
     name = type(task.module).__name__
     x, y = federation.samples(0)
     x = x[:2].to(network.device, network.dtype)
-    try:
-        with torch.no_grad():
-            outputs = network(task.layout.unpack(task.initial.to(network.device, network.dtype)), x)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"{name} cannot take samples of shape {federation.input_shape}: {reason}") from error
+    with _model_error(f"{name} cannot take samples of shape {federation.input_shape}"), torch.no_grad():
+        outputs = network(task.layout.unpack(task.initial.to(network.device, network.dtype)), x)
     if outputs.shape[0] != len(x):
-        raise ModelError(f"{name} gives {tuple(outputs.shape)} for {len(x)} samples; the first axis must stay.")
+        raise ModelError(f"{name} returns {tuple(outputs.shape)} for {len(x)} samples; keep the first axis.")
     if task.num_classes and (outputs.dim() < 2 or outputs.shape[1] < task.num_classes):
         raise ModelError(
             f"{name} has {outputs.shape[1] if outputs.dim() > 1 else 1} outputs, but {federation.name} has labels "
             f"up to {task.num_classes - 1}: it needs {task.num_classes} outputs."
         )
-    try:
+    with _model_error(f"The loss cannot take outputs of shape {tuple(outputs.shape)}"):
         losses = task.loss(outputs, y[:2].to(network.device))
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"The loss cannot take outputs of shape {tuple(outputs.shape)}: {reason}") from error
     if losses.shape != (len(x),):
-        raise ModelError(f"The loss must give one number for each sample. Got shape {tuple(losses.shape)} instead.")
+        raise ModelError(f"The loss must return one number per sample. Got shape {tuple(losses.shape)} instead.")
+
+
+@contextmanager
+def _model_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ModelError(f"{what}: {str(error).partition(chr(10))[0]}") from error

@@ -1,16 +1,15 @@
-"""Local work: what a client does with its own samples when it trains. Frozen, named, serialisable.
+"""Local work: what a client does with its own samples when it trains. Frozen, named, serializable.
 
-Work is written over a stack of c clients: parameters are lists of tensors [c, *shape], and one client is
-a stack of one. The batches and the gradients come from the block. A work says along which direction a step goes; how
-the step is made is up to the optimizer (`optimizers.py`), and how its size changes from round to round up to the
-schedule (`schedules.py`).
+Work is defined on a stack of c clients: parameters are lists of tensors [c, *shape], and one client is a stack of one.
+The work gives the direction of a step; the optimizer (`optimizers.py`) makes the step, and the schedule
+(`schedules.py`) sets the learning rate of a round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -22,20 +21,20 @@ from coterie.errors import ConfigError, UnknownName
 from coterie.settings import build, fields_of, setting, values_of
 
 GradientAt = Callable[[Sequence[Tensor], int], Stack]
-"""gradient(parameters, stream): mean gradient over the current batch of that stream, for each client."""
+"""gradient(parameters, stream): each client's mean gradient over the current batch of that stream."""
 
 
 @dataclass(frozen=True)
 class SGD(WorkSettings):
-    """Stochastic gradient descent by any optimizer, by default torch.optim.SGD's; its state is fresh in each call."""
+    """Stochastic gradient descent with any optimizer, whose state is zero at the start of each call."""
 
     key: ClassVar[str] = "sgd"
-    streams: ClassVar[int] = 1  # independent sequences of batches that a step draws from
-    gradients: ClassVar[int] = 1  # gradients that a step takes
-    anchored: ClassVar[bool] = False  # whether a step looks back at where the call started
+    streams: ClassVar[int] = 1  # independent sequences of batches per step
+    gradients: ClassVar[int] = 1  # gradients per step
+    anchored: ClassVar[bool] = False  # whether a step uses the parameters at the start of the call
 
     def for_run(self, rounds: int) -> SGD:
-        """The work in a run of that many rounds; refuses names that nobody knows."""
+        """The work in a run of this many rounds; ConfigError for an unknown optimizer or schedule."""
         find_optimizer(self.optimizer, may_import=True)(self)
         find_schedule(self.schedule)
         if 0 < rounds <= self.warmup_rounds:
@@ -46,39 +45,36 @@ class SGD(WorkSettings):
         return replace(self, total_rounds=rounds)
 
     def at(self, round: int) -> SGD:
-        """The work of that round (rounds count from 1; the start, round 0, works as round 1)."""
+        """The work in a round (from 1); the start, round 0, uses the learning rate of round 1."""
         lr = self.lr * factor(self, max(1, round))
         return replace(self, lr=lr, lr_decay=1.0, schedule="constant", warmup_rounds=0, total_rounds=None)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the steps are those of SGD with momentum and nothing else: hand-written code can make them."""
+        """Whether the optimizer is SGD without clipping, which hand-written kernels implement."""
         return self.optimizer == "sgd" and self.clip_norm is None
 
     def make_optimizer(self) -> Optimizer:
-        """What makes the steps of this work."""
+        """The optimizer of this work."""
         return find_optimizer(self.optimizer)(self)
 
     def direction(self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]) -> Stack:
-        """What to descend along at `params`; `anchor` is where the call started."""
+        """The direction to descend along at `params`; `anchor` holds the parameters at the start of the call."""
         return gradient(params, 0)
 
 
 @dataclass(frozen=True)
 class Proximal(SGD):
-    """SGD on the loss + prox / 2 * ||w - start||^2.
-
-    The squared norm: its gradient is prox * (w - start). `extras["prox"]` [c] gives each client its own.
-    """
+    """SGD on loss + prox / 2 * ||w - start||^2; `extras["prox"]` [c] overrides prox for each client."""
 
     key: ClassVar[str] = "proximal"
     anchored: ClassVar[bool] = True
 
-    prox: float = setting(0.0, "pull towards where the call started; 0 is plain SGD", ge=0)
+    prox: float = setting(0.0, "strength of the proximal term; 0 is plain SGD", ge=0)
 
     @classmethod
-    def of(cls, work: SGD, prox: float) -> Proximal:
-        """That work with a proximal term."""
+    def of(cls, work: SGD, prox: float) -> Self:
+        """The same work with a proximal term."""
         return cls(**{**values_with_none(work), "prox": prox})
 
     def direction(self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]) -> Stack:
@@ -87,7 +83,7 @@ class Proximal(SGD):
         each = extras.get("prox")
         if each is None and not self.prox:
             return found
-        moved = []  # not in place: two parameters may have one and the same tensor as their gradient
+        moved = []  # not in place: two parameters may share one gradient tensor
         for grad, now, start in zip(found, params, anchor, strict=True):
             strength = self.prox if each is None else each.reshape([-1] + [1] * (now.dim() - 1))
             moved.append(grad + (now - start) * strength)
@@ -96,14 +92,9 @@ class Proximal(SGD):
 
 @dataclass(frozen=True)
 class Corrected(Proximal):
-    """As Proximal, along a gradient that is corrected by `extras["correction"]` [c, parameters] (FedDANE)."""
+    """As Proximal, with `extras["correction"]` [c, parameters] added to the gradient (FedDANE)."""
 
     key: ClassVar[str] = "corrected"
-
-    @classmethod
-    def of(cls, work: SGD, prox: float) -> Corrected:
-        """That work with a correction and a proximal term."""
-        return cls(**{**values_with_none(work), "prox": prox})
 
     def direction(self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]) -> Stack:
         """Gradient + prox * (w - start) + correction."""
@@ -117,10 +108,10 @@ class Corrected(Proximal):
 
 @dataclass(frozen=True)
 class FirstOrderMAML(SGD):
-    """Steps that make the model good after adapting (Per-FedAvg FO; FedDSMIC, Eq. 15-16).
+    """Steps that improve the model after adaptation (Per-FedAvg FO; FedDSMIC, Eq. 15-16).
 
-    On one batch w' = w - inner_lr * gradient(w); on a second, independent batch the gradient at w' moves w.
-    Momentum is on the outer step only.
+    w' = w - inner_lr * gradient(w) on one batch; then w moves along the gradient at w' on a second, independent batch.
+    Momentum applies to the outer step only.
     """
 
     key: ClassVar[str] = "maml"
@@ -130,8 +121,8 @@ class FirstOrderMAML(SGD):
     inner_lr: float = setting(0.01, "step size of the adaptation (eta)", gt=0)
 
     @classmethod
-    def of(cls, work: SGD, inner_lr: float) -> FirstOrderMAML:
-        """That work with an inner step."""
+    def of(cls, work: SGD, inner_lr: float) -> Self:
+        """The same work with an inner step."""
         return cls(**{**values_with_none(work), "inner_lr": inner_lr})
 
     def direction(self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]) -> Stack:
@@ -143,7 +134,7 @@ class FirstOrderMAML(SGD):
 
 @dataclass(frozen=True)
 class HessianFreeMAML(FirstOrderMAML):
-    """As FirstOrderMAML, with the second derivatives as a difference of gradients (Per-FedAvg HF).
+    """As FirstOrderMAML, with second derivatives as a difference of gradients (Per-FedAvg HF).
 
     With v the gradient at w' (second batch) and a third batch for the curvature, the step is along
     v - inner_lr * (gradient(w + delta * v) - gradient(w - delta * v)) / (2 * delta).
@@ -153,12 +144,7 @@ class HessianFreeMAML(FirstOrderMAML):
     streams: ClassVar[int] = 3
     gradients: ClassVar[int] = 4
 
-    delta: float = setting(1e-3, "length of the difference that stands for the second derivative", gt=0)
-
-    @classmethod
-    def of(cls, work: SGD, inner_lr: float) -> HessianFreeMAML:
-        """That work with an inner step."""
-        return cls(**{**values_with_none(work), "inner_lr": inner_lr})
+    delta: float = setting(1e-3, "length of the finite difference for the second derivative", gt=0)
 
     def direction(self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]) -> Stack:
         """The gradient of the loss after one step of adaptation."""
@@ -173,12 +159,12 @@ WORK: dict[str, type[SGD]] = {cls.key: cls for cls in (SGD, Proximal, Corrected,
 
 
 def values_with_none(work: SGD) -> dict[str, Any]:
-    """All settings of the work, None included."""
+    """All settings of the work, including those that are None."""
     return {name: getattr(work, name) for name in fields_of(type(work))}
 
 
 def to_dict(work: SGD) -> dict[str, Any]:
-    """The work as plain values, for files and messages."""
+    """The work as plain values for files and messages."""
     return {"work": work.key, **values_of(work)}
 
 

@@ -1,9 +1,9 @@
-"""Clients that do harm, in simulation: to see what a method and its robust means withstand.
+"""Simulated malicious clients, to test methods and their robust means.
 
-Attackers are a fixed share of the clients, drawn by the seed. `sign_flip`: they send the opposite of what they learned;
-`gaussian`: noise instead of what they learned; `label_flip`: they train on wrong labels (class k is called L - 1 - k),
-and send what comes of it. Apart from that, `corrupt` is a share of all answers that arrive as NaN, whoever sent them.
-Scores of a run with attackers are those of the honest clients.
+Attackers are a fixed share of the clients, drawn by the seed. `sign_flip`: they send the opposite of their update;
+`gaussian`: they send noise instead of an update; `label_flip`: they train on wrong labels (class k becomes L - 1 - k).
+Independently, `corrupt` is the share of all answers that arrive as NaN.
+The scores of a run with attackers are those of the honest clients.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from coterie.randomness import Rng, normal, uniform
 
 Kind = Literal["none", "sign_flip", "gaussian", "label_flip"]
 
-_SENT = ("params", "gradient")  # what of an answer was learned
+_SENT = ("params", "gradient")  # the tensors that attacks change
 
 
 @dataclass(frozen=True)
 class FlipLabels:
-    """Call class k by the name of class L - 1 - k."""
+    """A transform that turns class k into L - 1 - k."""
 
     classes: int
 
     def inputs(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Inputs stay."""
+        """Inputs are unchanged."""
         return x
 
     def labels(self, y: Tensor) -> Tensor:
-        """The other end of the list."""
+        """L - 1 - k for each label k."""
         return self.classes - 1 - y
 
 
 @dataclass(frozen=True)
 class Attack:
-    """Who does harm, and how."""
+    """Who attacks, and how."""
 
     kind: Kind
     attackers: Tensor  # bool [N]
@@ -51,26 +51,28 @@ class Attack:
 
     @classmethod
     def of(cls, keys: Tensor, kind: Kind, share: float, corrupt: float, seed: int) -> Attack:
-        """The attackers among clients with these keys: each one's luck depends on its own key and the seed."""
+        """Draw the attackers among clients with these keys; a client's draw depends on its key and the seed only."""
         rng = Rng.seed(seed).at("attack")
         attackers = torch.zeros(len(keys), dtype=torch.bool)
         if kind != "none":
             count = round(share * len(keys))
-            luck = uniform(rng.keys(keys), 1)[:, 0]
-            attackers[torch.argsort(luck, stable=True)[:count]] = True
+            draw = uniform(rng.keys(keys), 1)[:, 0]
+            attackers[torch.argsort(draw, stable=True)[:count]] = True
         return cls(kind, attackers, rng, corrupt)
 
     @property
     def is_none(self) -> bool:
-        """Whether nothing happens."""
+        """Whether no answer is changed."""
         return not self.corrupt and not bool(self.attackers.any())
 
     def on_data(self, federation: Federation) -> Federation:
-        """The federation with the attackers' wrong labels, if that is the attack."""
+        """The federation, with wrong labels for the attackers if the attack is `label_flip`."""
         if self.kind != "label_flip":
             return federation
         if not federation.num_classes:
-            raise ConfigError("label_flip turns classes around; these data have none.")
+            raise ConfigError(
+                "attack label_flip needs classes, but the dataset is a regression; use sign_flip or gaussian."
+            )
         flip = (FlipLabels(federation.num_classes),)
         count = len(federation.views)
         views = (*federation.views, *[view + flip for view in federation.views])
@@ -83,15 +85,14 @@ class Attack:
         return replace(federation, views=views, view=flipped(federation.view_of(everyone)), moves=moves)
 
     def on_answer(self, answer: Answer, clients: Tensor, keys: Tensor, sent: Models | None, point: Rng) -> Answer:
-        """What arrives of an answer [c, ...] of these clients, whose keys are `keys` [c]."""
+        """An answer [c, ...] as it arrives at the server; `keys` [c] are the clients' keys."""
         here = self.attackers[clients]
         tensors = dict(answer.items())
-        if self.kind in ("sign_flip", "gaussian") and bool(here.any()):
-            for name in (name for name in _SENT if name in tensors):
+        for name in (name for name in _SENT if name in tensors):
+            if self.kind in ("sign_flip", "gaussian") and bool(here.any()):
                 tensors[name] = self._false(name, tensors, here, keys, sent, point)
-        if self.corrupt:
-            lost = uniform(self.rng.at("corrupt", point.key).keys(keys), 1)[:, 0] < self.corrupt
-            for name in (name for name in _SENT if name in tensors):
+            if self.corrupt:
+                lost = uniform(self.rng.at("corrupt", point.key).keys(keys), 1)[:, 0] < self.corrupt
                 broken = lost.to(tensors[name].device).unsqueeze(1)
                 tensors[name] = torch.where(broken, torch.nan, tensors[name])
         return Answer(**tensors)
@@ -102,7 +103,8 @@ class Attack:
         true = tensors[name]
         start = torch.zeros_like(true)
         if name == "params" and sent is not None:
-            start = sent.rows() if sent.refs.dim() == 1 else _chosen(sent, tensors)
+            first = torch.zeros(len(sent.refs), dtype=torch.int64)  # of several models, if the client chose none
+            start = sent.rows() if sent.refs.dim() == 1 else take(sent, tensors.get("choice", first))
         if self.kind == "sign_flip":
             false = 2 * start - true
         else:
@@ -111,9 +113,3 @@ class Attack:
             false = start.clone()
             false[who.to(true.device)] += noise.to(true.dtype)
         return torch.where(here.to(true.device).unsqueeze(1), false, true)
-
-
-def _chosen(sent: Models, tensors: dict[str, Tensor]) -> Tensor:
-    """Of several models, the one the client chose, or else the first."""
-    choice = tensors.get("choice")
-    return take(sent, torch.zeros(len(sent.refs), dtype=torch.int64) if choice is None else choice)

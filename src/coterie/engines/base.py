@@ -1,8 +1,8 @@
-"""The contract between a method and whatever runs its clients.
+"""The contract between a method and the engine that runs its clients.
 
 A method makes one kind of request, `engine.call(step, cohort, ...)`, and reads the answers chunk by chunk. It does not
-know whether clients are rows of a tensor or machines far away. `call` is written once, here: the ledger, simulated
-dropout and attacks, checks of the answers, failures. An engine implements `ask`: how clients do a step.
+know whether clients are rows of a tensor or remote machines. `call` is written once, here: ledger, simulated dropout
+and attacks, checks of the answers, failures. An engine implements `ask`: how clients run a step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import abc
 import functools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,12 +33,12 @@ from coterie.randomness import Rng, uniform
 log = logging.getLogger("coterie.engines")
 
 LATE = "did not answer (simulated)"
-_LARGE = 100.0  # times the length of the model that was sent: longer answers are refused
+_LARGE = 100.0  # times the norm of the model that was sent: larger answers are refused
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A client that did not answer a call, or whose answer could not be used."""
+    """A client that did not answer a call, or whose answer is unusable."""
 
     round: int
     client: str
@@ -48,12 +48,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Answers of some clients of a cohort; those that failed are not among them."""
+    """Answers of some clients of a cohort, without those that failed."""
 
     clients: Tensor  # int64 [c] ids, on the CPU
     positions: Tensor  # int64 [c] places in the cohort, on the CPU
     answer: Answer  # tensors [c, ...] on the engine's device
-    failed: tuple[Failure, ...] = ()  # those of this chunk
+    failed: tuple[Failure, ...] = ()  # since the last chunk
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Request:
 
     @property
     def name(self) -> str:
-        """The name of the step on the wire."""
+        """The name of the step in messages."""
         return step_name(self.step)
 
     def sent(self, positions: Tensor, device: torch.device) -> Models | None:
-        """The models that the clients at these positions of the cohort get."""
+        """The models for the clients at these positions of the cohort."""
         if self.models is None or self.refs is None:
             return None
         return Models(self.models, self.refs[positions].to(device))
@@ -83,46 +83,39 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """What `ask` yields: the answers of some clients, and those that failed."""
+    """What `ask` yields: answers of some clients, and failures of others."""
 
     positions: Tensor  # int64 [c] places in the cohort, on the CPU
     answer: Answer  # tensors [c, ...] on the engine's device
     failed: tuple[tuple[int, str], ...] = ()  # position, reason
-    gradients: int = 0  # gradients of single samples that were computed
+    gradients: int = 0  # per-sample gradients computed
 
 
 class Engine(abc.ABC):
     """Runs client steps on cohorts of clients."""
 
-    def __init__(self, task: Task, names: tuple[str, ...], keys: Tensor) -> None:
+    def __init__(
+        self, task: Task, names: tuple[str, ...], keys: Tensor, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.task = task
         self.names = names
-        self.keys = keys  # int64 [N]: what the clients' randomness hangs on
+        self.keys = keys  # int64 [N]: the clients' random keys
+        self.device, self.dtype = device, dtype  # of models and answers
         self.ledger = Ledger()
         self.failures: list[Failure] = []
-        self.notes: list[str] = []  # what the engine decided and the user should know
+        self.notes: list[str] = []  # decisions of the engine that the user should know
         self.round = 0
         self.phase: Phase = "start"
         self.reserved: tuple[Tensor, Tensor] | None = None  # the server's own samples: inputs, labels
         self.dropout = 0.0  # simulated: the probability that a client does not answer a call
         self.dropout_rng = Rng.seed(0)
-        self.attack: Attack | None = None  # simulated: who sends what it should not
-        self.client_seconds = 0.0  # time spent on clients' work so far; the rest of a round is the server's
+        self.attack: Attack | None = None  # simulated
+        self.client_seconds = 0.0  # time that clients have worked so far; the rest of a round is the server's
 
     @property
     def num_clients(self) -> int:
         """N."""
         return len(self.names)
-
-    @property
-    @abc.abstractmethod
-    def device(self) -> torch.device:
-        """Where answers arrive and centers should lie."""
-
-    @property
-    @abc.abstractmethod
-    def dtype(self) -> torch.dtype:
-        """The float type of models."""
 
     def call(
         self,
@@ -136,18 +129,21 @@ class Engine(abc.ABC):
         each: Mapping[str, Tensor] | None = None,
         work: SGD | None = None,
     ) -> Iterator[Chunk]:
-        """Let every client of `cohort` (ids [C]) do `step`, and yield the answers as they come.
+        """Run `step` at every client of `cohort` (ids [C]), and yield the answers as they arrive.
 
-        `models` is a table [M, P]; `refs` says which rows a client gets: [C] one each, [C, m] several.
+        `models` is a table [M, P]; `refs` are the rows for each client: [C] one each, [C, m] several.
         `payload` is the same small tensors for all, `each` has one row [C, ...] per client.
-        Equal `rng` means equal randomness: the same call again gives the same answers.
+        The same call with the same `rng` gives the same answers.
         """
         if (models is None) != (refs is None):
-            raise ConfigError("models and refs go together: a table [M, P] and the rows each client gets.")
-        work = work or self.task.work
-        request = Request(step, cohort, rng, work, models, refs, dict(payload or {}), dict(each or {}))
-        self._record_sent(request)
-        # Late clients have received what was sent. They fail before they work, so their memory stays as it was.
+            raise ConfigError("models and refs must be given together: a table [M, P] and the rows for each client.")
+        request = Request(
+            step, cohort, rng, work or self.task.work, models, refs, dict(payload or {}), dict(each or {})
+        )
+        if models is not None and refs is not None:
+            self.ledger.record_models(self.phase, request.name, cohort, self.num_clients, models, refs)
+        self.ledger.record_payload(self.phase, request.name, len(cohort), request.payload, request.each)
+        # Late clients have received what was sent. They fail before they work, so their memory is unchanged.
         late = self.is_late(request.name, cohort)
         failed = [self._fail(request, position, LATE) for position in late.nonzero().flatten().tolist()]
         lengths = None if models is None else torch.linalg.vector_norm(models, dim=1)  # [M]
@@ -162,21 +158,17 @@ class Engine(abc.ABC):
                 answered, failed = True, []
                 self.ledger.record_up(self.phase, request.name, chunk.answer.values())
                 yield chunk
-        if len(cohort) and not answered:
-            self._note_total_failure(request, failed)
+        if len(cohort) and not answered and not any("no client could do" in old for old in self.notes):
+            reason = failed[0].reason if failed else "no answer"
+            hint = "" if reason == LATE else "; is lr too large?"
+            self.notes.append(f"round {self.round}: no client could do {plain_name(request.name)} ({reason}){hint}")
 
     @abc.abstractmethod
     def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:
-        """Let the clients at these positions of the cohort do the step; yield replies in a fixed order."""
-
-    def _record_sent(self, request: Request) -> None:
-        self.ledger.record_down(
-            *(self.phase, request.name, request.cohort, self.num_clients),
-            *(request.models, request.refs, request.payload, request.each),
-        )
+        """Run the step at the clients at these positions of the cohort; yield replies in a fixed order."""
 
     def _timed(self, request: Request, positions: Tensor) -> Iterator[Reply]:
-        """The replies; the time until each arrives is the clients', the rest of a round is the server's."""
+        """The replies; the time spent waiting for them counts as the clients'."""
         replies = self.ask(request, positions) if len(positions) else iter(())
         while True:
             began = time.perf_counter()
@@ -187,7 +179,7 @@ class Engine(abc.ABC):
             yield reply
 
     def _accepted(self, request: Request, reply: Reply, lengths: Tensor | None, failed: list[Failure]) -> Chunk:
-        """The usable answers of a reply, after simulated attacks; the others join `failed`."""
+        """The usable answers of a reply, after simulated attacks; the other clients are added to `failed`."""
         positions, answer = reply.positions, reply.answer
         clients = request.cohort[positions]
         sent = request.sent(positions, self.device)
@@ -195,8 +187,10 @@ class Engine(abc.ABC):
             answer = self.attack.on_answer(answer, clients, self.keys[clients], sent, request.rng)
         for key, tensor in answer.items():
             if tensor.shape[:1] != clients.shape:
-                shape = tuple(tensor.shape)
-                raise EngineError(f"{request.name} answered '{key}' of shape {shape} for {len(clients)} clients.")
+                raise EngineError(
+                    f"{request.name} answered '{key}' of shape {tuple(tensor.shape)} for {len(clients)} clients; "
+                    "the first axis must be the clients."
+                )
         longest = None
         if lengths is not None and sent is not None:
             longest = lengths[sent.refs].reshape(len(clients), -1).amax(1)
@@ -214,49 +208,43 @@ class Engine(abc.ABC):
         log.info("round %d: %s failed at %s: %s", self.round, failure.client, plain_name(request.name), reason)
         return failure
 
-    def _note_total_failure(self, request: Request, failures: Sequence[Failure]) -> None:
-        reason = failures[0].reason if failures else "no answer"
-        hint = "" if reason == LATE else "; is lr too large?"
-        if not any("no client could do" in old for old in self.notes):
-            self.notes.append(f"round {self.round}: no client could do {plain_name(request.name)} ({reason}){hint}")
-
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What the engine chose: written into the run and reused on resume."""
+        """What the engine chose: written to the run folder, and reused on resume."""
 
     def remember(self, plan: Mapping[str, Any]) -> None:
-        """A run goes on: what `describe` told when it began."""
+        """Restore what `describe` returned when a resumed run began."""
         return
 
-    @abc.abstractmethod
     def memory_tensors(self) -> dict[str, Tensor]:
-        """Everything the clients remember, as named tensors, for the checkpoint."""
+        """Everything the clients remember, as named tensors for the checkpoint."""
+        return {}
 
-    @abc.abstractmethod
     def load_memory(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `memory_tensors` gave."""
+        """Restore what `memory_tensors` returned."""
+        return
 
-    @abc.abstractmethod
     def memory_budget(self) -> int:
-        """Bytes that an algorithm may hold at once, beside its centers."""
+        """Bytes that a method may hold at once, in addition to its centers."""
+        return 1 << 30
 
     def welcome(self) -> int:
-        """Take in clients that have come since, at the end of the list; how many there are."""
+        """Add clients that have joined since, at the end of the list; return how many."""
         return 0
 
     def population(self, federation: Federation) -> Federation:
-        """The federation of a run, with those who have come since."""
+        """The federation of a run, with the clients that have joined since."""
         return federation
 
     def begin(self, round: int, phase: Phase) -> None:
-        """Called by the round loop: what follows belongs to this round and phase."""
+        """Called by the round loop at the start of each phase of a round."""
         if round != self.round:
             self.ledger.begin_round()
         self.round, self.phase = round, phase
 
     @functools.cached_property
     def forward(self) -> Forward:
-        """Outputs of models on the server itself, for methods that compare what models say."""
+        """Outputs of models on the server, for methods that compare predictions."""
         return Forward(Network(self.task.module, self.dtype, self.device), self.task.input_shape)
 
     def everyone(self) -> Tensor:
@@ -264,16 +252,16 @@ class Engine(abc.ABC):
         return torch.arange(self.num_clients)
 
     def draw(self, rng: Rng, size: int) -> Tensor:
-        """A cohort of `size` clients, ids ascending; each client's luck depends on its own key only."""
+        """A random cohort of `size` clients, ids ascending; a client's draw depends on its own key only."""
         if size >= self.num_clients:
             return self.everyone()
-        luck = uniform(rng.keys(self.keys), 1)[:, 0]
-        return torch.argsort(luck, stable=True)[:size].sort().values
+        draw = uniform(rng.keys(self.keys), 1)[:, 0]
+        return torch.argsort(draw, stable=True)[:size].sort().values
 
     def is_late(self, step: str, cohort: Tensor) -> Tensor:
-        """Which clients of a call do not answer it, bool [C]; the same when the same call is made again.
+        """Which clients do not answer a call, bool [C]; the same if the call is repeated.
 
-        Only training and its start: repairs ask those who have answered, and evaluation is the observer's.
+        Only in `start` and `round`: repairs call clients that have answered, and evaluation is not part of the method.
         """
         if not self.dropout or self.phase not in ("start", "round"):
             return torch.zeros(len(cohort), dtype=torch.bool)
@@ -281,15 +269,15 @@ class Engine(abc.ABC):
         return uniform(rng.keys(self.keys[cohort]), 1)[:, 0] < self.dropout
 
     def initial(self) -> Tensor:
-        """The common start of the run on the engine's device, [P]."""
-        if self._initial is None:
-            self._initial = self.task.initial.to(self.device, self.dtype)
+        """The initial weights of the run on the engine's device, [P]."""
         return self._initial
 
-    _initial: Tensor | None = None
+    @functools.cached_property
+    def _initial(self) -> Tensor:
+        return self.task.initial.to(self.device, self.dtype)
 
     def require_memory(self, num_bytes: int, what: str) -> None:
-        """Refuse early, with the number, what would not fit."""
+        """Raise ConfigError if this many bytes would not fit."""
         free = available_memory(self.device)
         if num_bytes > 0.8 * free:
             raise ConfigError(
@@ -299,15 +287,15 @@ class Engine(abc.ABC):
 
 
 def plain_name(step: str) -> str:
-    """The function's name in the name of a step."""
+    """The function's name in a step's name."""
     return step.rpartition(":")[2]
 
 
 def too_large(length: Tensor, sent: Tensor | None) -> Tensor:
-    """Which models or gradients, of these lengths [c], are so large that they can only be wrong, bool [c].
+    """Which models or gradients with these norms [c] are too large to be right, bool [c].
 
-    `sent` [c] is the length of the model that the client was sent. Each is judged by itself, so that the verdict does
-    not hang on who else is in the chunk.
+    `sent` [c] is the norm of the model that was sent. Each client is judged by itself, so that the verdict does not
+    depend on the other clients of the chunk.
     """
     limit = _LARGE * (1 + (torch.zeros_like(length) if sent is None else sent.to(length)))
     return torch.gt(length, limit)
@@ -318,13 +306,13 @@ TOO_LARGE = "the answer is far too large"
 
 
 def unusable(answer: Mapping[str, Tensor], count: int, sent: Tensor | None) -> dict[str, Tensor]:
-    """Which of `count` clients' answers cannot be used, bool [c] by reason; `sent` as `too_large` has it."""
+    """Which of `count` clients' answers are unusable, bool [c] by reason; `sent` as in `too_large`."""
     device = next((tensor.device for tensor in answer.values()), torch.device("cpu"))
     finite = torch.ones(count, dtype=torch.bool, device=device)
     large = torch.zeros_like(finite)
     for key, tensor in answer.items():
         if key in ("params", "gradient"):
-            length = torch.linalg.vector_norm(tensor, dim=1)  # one look at it tells both
+            length = torch.linalg.vector_norm(tensor, dim=1)  # not finite if an entry is not
             finite &= torch.isfinite(length)
             large |= too_large(length, sent)
         elif tensor.is_floating_point():
@@ -333,7 +321,7 @@ def unusable(answer: Mapping[str, Tensor], count: int, sent: Tensor | None) -> d
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on a device."""
+    """Free bytes on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -343,19 +331,19 @@ def available_memory(device: torch.device) -> int:
                     return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return 8 << 30  # where the system does not tell, a laptop's worth
+    return 8 << 30  # unknown: assume a laptop
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device a user asked for; `auto` is a GPU if there is one."""
+    """The device of a `--device` value; `auto` is a GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda'. Got '{name}' instead.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device '{name}' was asked for, but torch sees no GPU here; use --device cpu.")
+    except RuntimeError:
+        device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda'. Got '{name}' instead.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device '{name}' was requested, but torch sees no GPU here; use --device cpu.")
     return device

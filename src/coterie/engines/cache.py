@@ -1,4 +1,4 @@
-"""The folder where this machine's measurements and compiled programs are kept."""
+"""The folder for measurements and compiled programs of this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where measurements are remembered: COTERIE_CACHE, or the user's cache folder."""
+    """COTERIE_CACHE, or `coterie` in the user's cache folder."""
     named = os.environ.get("COTERIE_CACHE")
     if named:
         return Path(named)

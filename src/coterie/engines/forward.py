@@ -1,7 +1,8 @@
-"""Outputs of models on the server itself, for methods that compare what models predict."""
+"""Outputs of models on the server, for methods that compare predictions."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,14 +15,14 @@ from coterie.nets.flat import Network, cross_entropy
 from coterie.randomness import Rng
 
 Outputs = Callable[[Tensor, Tensor], Tensor]
-"""Outputs [c, n, L] of models [c, P] for the same inputs [n, ...]: a `Forward`, or `Block.outputs`."""
+"""Outputs [c, n, L] of models [c, P] for shared inputs [n, ...]: a `Forward`, or `Block.outputs`."""
 
 
 class Forward:
-    """Outputs of a stack of models in eval mode, as one program where the network allows it.
+    """Outputs of a stack of models in eval mode, stacked where the network allows it.
 
-    Which way is found out once, by trying both on two models; `reason` says why not stacked. The network gets a
-    copy of the inputs, because it may work on them in place.
+    This is tested once on two models; `reason` says why not. The network gets a copy of the inputs, because it may
+    change them in place.
     """
 
     def __init__(self, network: Network, input_shape: Sequence[int], *, stacked: bool | None = None) -> None:
@@ -35,22 +36,20 @@ class Forward:
 
     @property
     def is_light(self) -> bool:
-        """Whether any number of samples may be taken at once: activations are not held."""
+        """Whether any number of samples may be passed at once: activations are not kept."""
         return isinstance(self._quick, NativeKernel)
 
     def _hand_written(self, input_shape: tuple[int, ...]) -> Any:
-        """Hand-written layers, where the network is a plain stack of them; outputs do not depend on the loss."""
+        """A hand-written kernel for a plain network; outputs do not depend on the loss."""
         if self.network.device.type == "cpu":
-            try:
+            with contextlib.suppress(NotNative):
                 compiled = NativeKernel.of(self.network, cross_entropy, input_shape, torch.get_num_threads())
-            except NotNative:
-                compiled = None
-            if compiled is not None:
-                return compiled
+                if compiled is not None:
+                    return compiled
         return LayerKernel.of(self.network, cross_entropy)
 
     def __call__(self, models: Tensor, x: Tensor) -> Tensor:
-        """Models [c, P], the same inputs [n, ...] for all -> [c, n, L]."""
+        """Models [c, P], shared inputs [n, ...] -> [c, n, L]."""
         if self._quick is not None and len(models) > 1 and not (models.requires_grad or x.requires_grad):
             with torch.no_grad():
                 quick: Tensor = self._quick.outputs(models, x.expand(len(models), *x.shape))
@@ -61,17 +60,17 @@ class Forward:
         return self._one_by_one(models, x.expand(len(models), *x.shape))
 
     def each(self, models: Tensor, x: Tensor) -> Tensor:
-        """Models [c, P], inputs of its own for each [c, n, ...] -> [c, n, L]."""
+        """Models [c, P], own inputs for each [c, n, ...] -> [c, n, L]."""
         if self.stacked and len(models) > 1:
             found: Tensor = self._own(self.network.layout.unpack(models), x.clone())
             return found
         return self._one_by_one(models, x)
 
     def samples_at_once(self, models: Tensor, input_shape: Sequence[int]) -> int:
-        """How many samples (over all models) to take through with their gradients at once.
+        """How many samples (over all models) to differentiate at once.
 
-        On a CPU what fits near the caches, but not less than the models themselves weigh: they are read anew for
-        every piece. On a GPU a few GB.
+        On a CPU what fits into the caches, but at least the size of the models, which are read again for every piece.
+        On a GPU a few GB.
         """
         one = torch.zeros(1, *input_shape, dtype=models.dtype, device=models.device)
         least = 4 << 30 if models.is_cuda else 32 << 20
@@ -83,21 +82,21 @@ class Forward:
         return torch.stack([self.network(unpack(models[i]), x[i].clone()) for i in range(len(models))])
 
     def _why_not_stacked(self, shape: tuple[int, ...]) -> str | None:
-        """Try two models on three samples both ways, with gradients; None if they agree."""
+        """Compare stacked and single outputs and gradients of two models on three samples; None if they agree."""
         network = self.network
         start = network.initial.to(network.device, network.dtype)
         models = torch.stack([start, 0.9 * start])
         x = Rng.seed(0).normal(2, 3, *shape).to(network.device, network.dtype)
 
-        def run(way: Outputs) -> list[Tensor]:
+        def run(forward: Outputs) -> list[Tensor]:
             leaf = x.clone().requires_grad_()
             with torch.enable_grad():
-                outputs = way(models, leaf)
+                outputs = forward(models, leaf)
             if not outputs.requires_grad:
                 return [outputs]
             return [outputs.detach(), *torch.autograd.grad(outputs.square().sum(), [leaf])]
 
-        # Without TF32, whose rounding a deep network makes larger than many a mistake.
+        # Without TF32: a deep network amplifies its rounding beyond many real errors.
         with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
             expected = run(self._one_by_one)
             self.differentiable = len(expected) > 1
@@ -106,7 +105,7 @@ class Forward:
             try:
                 found = run(lambda models, x: self._own(network.layout.unpack(models), x.clone()))
                 found.append(self._same(network.layout.unpack(models), x[0].clone()))
-            except Exception as error:  # vmap raises many kinds for what it cannot do
+            except Exception as error:  # vmap raises many kinds
                 return (str(error).splitlines() or [type(error).__name__])[0][:160]
         tolerance = 1e-2 if network.dtype == torch.float32 else 1e-8
         if all((one - other).norm() <= tolerance * one.norm() for one, other in zip(expected, found, strict=True)):

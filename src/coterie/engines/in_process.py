@@ -1,4 +1,4 @@
-"""What the engines inside this process share: chunks, client memory, the ledger, failures."""
+"""What the engines in this process share: chunks, client memory, out-of-memory and failures."""
 
 from __future__ import annotations
 
@@ -27,37 +27,26 @@ from coterie.nets.flat import Network
 from coterie.randomness import Rng
 from coterie.settings import build, values_of
 
-_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
 _DEFAULT_BUDGET_MB = 1024
-
-
-def _budget_mb(device: torch.device) -> int:
-    free = available_memory(device) >> 20
-    return free // 2 if device.type == "cuda" else max(1, min(_DEFAULT_BUDGET_MB, free // 4))
 
 
 @contextlib.contextmanager
 def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
-    """Within it, products of float32 are computed as `precision` says; what was set before is put back."""
-    if device.type != "cuda" and precision != "bf16":
+    """Compute float32 products in this precision; restores the previous state of torch."""
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            allow = precision != "float32"
+            before = torch.backends.cuda.matmul.allow_tf32
+            stack.callback(setattr, torch.backends.cuda.matmul, "allow_tf32", before)
+            torch.backends.cuda.matmul.allow_tf32 = allow
+            stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=allow))
+        if device.type == "cuda" or precision == "bf16":
+            stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"))
         yield
-        return
-    cast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
-    if device.type != "cuda":
-        with cast:
-            yield
-        return
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = precision != "float32"
-    try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=precision != "float32"), cast:
-            yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _joined(replies: Sequence[Reply]) -> Reply:
-    """Several replies of one call as one."""
+    """Several replies to one call as one."""
     good = [reply for reply in replies if len(reply.positions)] or list(replies[:1])
     answer = Answer(**{k: torch.cat([reply.answer[k] for reply in good]) for k in good[0].answer})
     failed = tuple(failure for reply in replies for failure in reply.failed)
@@ -65,164 +54,124 @@ def _joined(replies: Sequence[Reply]) -> Reply:
     return Reply(torch.cat([reply.positions for reply in good]), answer, failed, gradients)
 
 
-class MemoryStore:
-    """What clients remember: for each name a tensor [N, ...] and who has one."""
-
-    def __init__(self, num_clients: int, device: torch.device) -> None:
-        self._num_clients, self._device = num_clients, device
-        self._values: dict[str, Tensor] = {}
-        self._present: dict[str, Tensor] = {}
-
-    def get(self, name: str, clients: Tensor, default: Tensor) -> Tensor:
-        """Rows of these clients, `default` where there is none."""
-        if name not in self._values:
-            return default
-        where = clients.to(self._device)
-        found = self._values[name][where]
-        missing = ~self._present[name][where]
-        if bool(missing.any()):
-            found[missing] = default.expand_as(found)[missing]
-        return found
-
-    def put(self, name: str, clients: Tensor, value: Tensor) -> None:
-        """Remember rows for these clients."""
-        if name not in self._values:
-            shape = (self._num_clients, *value.shape[1:])
-            self._values[name] = torch.zeros(shape, dtype=value.dtype, device=self._device)
-            self._present[name] = torch.zeros(self._num_clients, dtype=torch.bool, device=self._device)
-        where = clients.to(self._device)
-        self._values[name][where] = value.to(self._device)
-        self._present[name][where] = True
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All of it, by name."""
-        values = {f"value.{name}": tensor for name, tensor in self._values.items()}
-        return values | {f"present.{name}": tensor for name, tensor in self._present.items()}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` gave."""
-        for name, tensor in tensors.items():
-            kind, _, plain = name.partition(".")
-            store = self._values if kind == "value" else self._present
-            store[plain] = tensor.to(self._device)
-
-
 class _BlockMemory:
-    """The memory of the clients of one block."""
+    """The memory of one block's clients: for each name a tensor [N, ...], and who has a row in it."""
 
-    def __init__(self, store: MemoryStore, clients: Tensor) -> None:
-        self._store, self._clients = store, clients
+    def __init__(self, tensors: dict[str, Tensor], clients: Tensor, num_clients: int) -> None:
+        self._tensors, self._clients, self._num_clients = tensors, clients, num_clients
 
     def get(self, name: str, default: Tensor) -> Tensor:
-        return self._store.get(name, self._clients, default)
+        if f"value.{name}" not in self._tensors:
+            return default
+        found, present = (self._tensors[f"{kind}.{name}"][self._clients] for kind in ("value", "present"))
+        if not bool(present.all()):
+            found[~present] = default.expand_as(found)[~present]
+        return found
 
     def put(self, name: str, value: Tensor) -> None:
-        self._store.put(name, self._clients, value)
+        value = value.to(self._clients.device)
+        if f"value.{name}" not in self._tensors:
+            self._tensors[f"value.{name}"] = value.new_zeros(self._num_clients, *value.shape[1:])
+            self._tensors[f"present.{name}"] = value.new_zeros(self._num_clients, dtype=torch.bool)
+        self._tensors[f"value.{name}"][self._clients] = value
+        self._tensors[f"present.{name}"][self._clients] = True
 
 
 class InProcessEngine(Engine):
-    """Clients are rows of one packed data set; subclasses choose the kernel and the chunk."""
+    """Clients are rows of one packed dataset; subclasses choose the plan and the chunk."""
 
     name: str
 
     def __init__(
         self, task: Task, federation: Federation, *, device: str = "auto", settings: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__(task, federation.names, federation.keys)
-        self.settings = build(EngineSettings, settings or {}, "engine")
-        self.federation = federation
-        self._device = resolve_device(device)
-        if self.settings.memory is None:  # settled now, so that the run can say it and a resumed run repeat it
-            self.settings = replace(self.settings, memory=_budget_mb(self._device))
-        if self.settings.precision == "auto":
-            self.settings = replace(self.settings, precision="tf32" if self._device.type == "cuda" else "float32")
-        if self.settings.precision == "tf32" and self._device.type != "cuda":
-            raise ConfigError("engine.precision=tf32 is arithmetic of GPUs; use float32 on a CPU.")
-        self._dtype = _DTYPES[self.settings.precision]
-        self.network = Network(task.module, self._dtype, self._device)
+        place = resolve_device(device)
+        cuda = place.type == "cuda"
+        chosen = build(EngineSettings, settings or {}, "engine")
+        if chosen.memory is None:  # resolved here, so that the run records it and a resumed run repeats it
+            free = available_memory(place) >> 20
+            chosen = replace(chosen, memory=free // 2 if cuda else max(1, min(_DEFAULT_BUDGET_MB, free // 4)))
+        if chosen.precision == "auto":
+            chosen = replace(chosen, precision="tf32" if cuda else "float32")
+        if chosen.precision == "tf32" and not cuda:
+            raise ConfigError("engine.precision=tf32 needs a GPU; use float32 on a CPU.")
+        dtype = torch.float64 if chosen.precision == "float64" else torch.float32
+        super().__init__(task, federation.names, federation.keys, place, dtype)
+        self.settings, self.federation = chosen, federation
+        self.network = Network(task.module, self.dtype, self.device)
         check_network(self.network, task, federation)
-        self.data = DeviceData(federation, self._device, self._dtype, self._may_render())
-        self.memory = MemoryStore(len(federation), self._device)
-        self._itemsize = self._dtype.itemsize
-        sample = federation.samples(0)[0][:1].to(self._device, self._dtype)
+        self.data = DeviceData(federation, self.device, self.dtype, self._may_render())
+        self._memory: dict[str, Tensor] = {}  # what the clients remember
+        self._itemsize = self.dtype.itemsize
+        sample = federation.samples(0)[0][:1].to(self.device, self.dtype)
         self._activations = self.network.activation_size(sample)
-        # Looking only keeps a few layers alive at a time; half of the budget is left to the models.
+        # Evaluation keeps only a few layers alive at a time; half of the budget is left for the models.
         per_sample = 3 * self._activations * self._itemsize
         self._samples_at_once = int(min(max(1, self.memory_budget() // 2 // per_sample), 8192))
-        self._most = len(federation)  # clients in a chunk; less once memory has run out
+        self._most = len(federation)  # clients per chunk; fewer after running out of memory
         self.plan = self.make_plan()
         if federation.reserved is not None:
             x, y = federation.reserved_samples()
-            self.reserved = (x.to(self._device, self._dtype), y.to(self._device))
+            self.reserved = (x.to(self.device, self.dtype), y.to(self.device))
 
     def begin(self, round: int, phase: Phase) -> None:
-        """Clients that drift are from now on as they are in this round."""
+        """See `Engine.begin`; clients that drift take their views of this round."""
         super().begin(round, phase)
         self.data.federation = self.federation.at(round)
 
     @abc.abstractmethod
     def make_plan(self) -> Plan:
-        """The way this engine trains stacks of clients."""
+        """The plan by which this engine trains clients."""
 
     def _may_render(self) -> int:
-        """Bytes that training samples may take as clients see them, ready to be picked."""
-        free = available_memory(self._device)
-        return int(0.3 * free) if self._device.type == "cuda" else min(1 << 30, free // 8)
+        """Bytes available for rendered training samples."""
+        free = available_memory(self.device)
+        return int(0.3 * free) if self.device.type == "cuda" else min(1 << 30, free // 8)
 
     def precision(self) -> AbstractContextManager[None]:
-        """Within it, arithmetic is as the settings say."""
-        return arithmetic(self.settings.precision, self._device)
+        """A context that computes in the precision of the settings."""
+        return arithmetic(self.settings.precision, self.device)
 
     def block_of(self, clients: Tensor, plan: Plan, rng: Rng | None = None, memory: Memory | None = None) -> Block:
-        """These clients as a block that is trained in this way; by default they remember what this engine holds."""
-        memory = _BlockMemory(self.memory, clients) if memory is None else memory
-        rng = Rng.seed(0) if rng is None else rng
-        return Block(clients, self.data, self.task, plan, memory, rng, self._samples_at_once)
+        """These clients as a block under a plan; their memory is this engine's unless given."""
+        if memory is None:
+            memory = _BlockMemory(self._memory, clients.to(self.device), self.num_clients)
+        return Block(clients, self.data, self.task, plan, memory, rng or Rng.seed(0), self._samples_at_once)
 
     @abc.abstractmethod
     def chunk_size(self, work: SGD) -> int:
-        """How many clients are trained as one program."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the data lies."""
-        return self._device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The float type of models."""
-        return self._dtype
+        """How many clients are computed together."""
 
     def memory_budget(self) -> int:
-        """Bytes one chunk may take."""
+        """Bytes that one chunk may use."""
         assert self.settings.memory is not None
         return self.settings.memory << 20
 
     def bytes_per_client(self, work: SGD) -> int:
-        """Memory one client takes while it trains: its model, gradient and optimizer state, and its batch."""
+        """Memory of one client in training: model, gradient, optimizer state and batch."""
         batch = int(self.federation.train.sizes.max()) if work.batch_size == "full" else int(work.batch_size)
         copies = 5 + len(work.make_optimizer().keeps) + work.anchored
         return self._itemsize * (copies * self.task.layout.size + 4 * batch * self._activations)
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen."""
+        """See `Engine.describe`."""
         return {
             "engine": self.name,
-            "device": str(self._device),
+            "device": str(self.device),
             **values_of(self.settings),
             "chunk": self.chunk_size(self.task.work),
         }
 
     def memory_tensors(self) -> dict[str, Tensor]:
-        """What the clients remember."""
-        return self.memory.tensors()
+        """See `Engine.memory_tensors`."""
+        return dict(self._memory)
 
     def load_memory(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put it back."""
-        self.memory.load(tensors)
+        """See `Engine.load_memory`."""
+        self._memory |= {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:
-        """A chunk at a time, clients of similar size together so that little is padded."""
+        """One chunk at a time, clients of similar size together so that little is padded."""
         sizes = self.federation.train.sizes[request.cohort[positions]]
         order = positions[torch.argsort(sizes, descending=True, stable=True)]
         for chunk in order.split(min(self.chunk_size(request.work), self._most)):
@@ -231,28 +180,28 @@ class InProcessEngine(Engine):
     def _ask(self, request: Request, positions: Tensor) -> Reply:
         """One chunk as one block."""
         block = self.block_of(request.cohort[positions], self.plan, request.rng)
-        own = {key: value[positions.to(value.device)].to(self._device) for key, value in request.each.items()}
+        own = {key: value[positions.to(value.device)].to(self.device) for key, value in request.each.items()}
         try:
             with torch.no_grad(), self.precision():
                 answer = request.step(
-                    block, request.sent(positions, self._device), request.work, **request.payload, **own
+                    block, request.sent(positions, self.device), request.work, **request.payload, **own
                 )
         except CoterieError:
             raise
         except (torch.OutOfMemoryError, MemoryError) as error:
             return self._after_running_out(error, request, positions)
-        except Exception as error:  # a client's own code may raise anything; it is that client's failure
+        except Exception as error:  # a step may raise anything; it is that client's failure
             return self._after_exception(error, request, positions)
         return Reply(positions, answer, gradients=block.gradients)
 
     def _after_running_out(self, error: BaseException, request: Request, positions: Tensor) -> Reply:
-        """Out of memory: continue with half as many clients at a time, and say so."""
+        """Out of memory: continue with half as many clients per chunk, and add a note."""
         if len(positions) == 1:
             raise EngineError(
-                f"{plain_name(request.name)} of one client does not fit into the memory of {self._device}: "
-                f"{str(error).splitlines()[0] if str(error) else 'out of memory'}"
+                f"{plain_name(request.name)} of one client does not fit into the memory of {self.device}: "
+                f"{(str(error) or 'out of memory').splitlines()[0]}; use a smaller batch or model."
             ) from error
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self._most = max(1, len(positions) // 2)
         self.notes.append(
@@ -261,7 +210,7 @@ class InProcessEngine(Engine):
         return _joined([self._ask(request, part) for part in positions.split(self._most)])
 
     def _after_exception(self, error: Exception, request: Request, positions: Tensor) -> Reply:
-        """One client raised: it has failed. A chunk raised: ask one by one to find out which client it was."""
+        """A client that raises has failed. If a chunk raises, repeat it one client at a time to find out which."""
         reason = f"{type(error).__name__}: {error}"
         if len(positions) == 1:
             return Reply(positions[:0], Answer(), ((int(positions[0]), reason),))

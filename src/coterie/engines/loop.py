@@ -1,4 +1,4 @@
-"""The reference: one client at a time, plain PyTorch. The other engines must equal it."""
+"""The reference engine: one client at a time, plain PyTorch. The other engines must equal it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from coterie.engines.kernels.plain import PlainKernel
 
 
 class LoopEngine(InProcessEngine):
-    """Blocks of one."""
+    """Trains one client at a time."""
 
     name = "loop"
 
     def make_plan(self) -> Plan:
         """Plain autograd."""
-        self.network.find_out_keyed(self.data.federation.samples(0)[0])
+        self.network.detect_keyed(self.data.federation.samples(0)[0])
         return Plan("loop", PlainKernel(self.network, self.task.loss))
 
     def chunk_size(self, work: SGD) -> int:

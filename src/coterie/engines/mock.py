@@ -1,4 +1,4 @@
-"""An engine without clients: a function answers. For testing the server half of a method in a few lines."""
+"""An engine without clients: a function answers. For tests of a method's server half."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from coterie.nets.flat import Layout, cross_entropy, flatten
 from coterie.randomness import name_keys
 
 Respond = Callable[..., Mapping[str, Any]]
-"""respond(step, client, sent, **payload): what that client answers. `step` is the plain name of the step, `sent`
-the model [P] or models [m, P] it got, or None. Raising makes the client fail."""
+"""respond(step, client, sent, **payload): the client's answer. `step` is the plain name of the step, `sent`
+the model [P] or models [m, P] that were sent, or None. If it raises, the client fails."""
 
 
 class MockEngine(Engine):
-    """Models are vectors of `size` numbers; client i's answers are what `respond` says.
+    """Models are vectors of `size` numbers; the answers of a client come from `respond`.
 
     >>> engine = MockEngine(lambda step, client, sent: {"params": sent + client, "samples": 1}, num_clients=3)
     >>> [chunk] = engine.call(lambda: None, engine.everyone(), models=torch.zeros(1, 2),
@@ -33,34 +33,16 @@ class MockEngine(Engine):
     def __init__(self, respond: Respond, num_clients: int, size: int = 2, chunk: int | None = None) -> None:
         module = nn.Linear(size, 1, bias=False)
         nn.init.zeros_(module.weight)
-        task = Task(
-            module=module,
-            layout=Layout.of(module),
-            initial=flatten(module),
-            loss=cross_entropy,
-            num_classes=2,
-            input_shape=(size,),
-            work=SGD(),
-            draw=lambda rng: rng.normal(size).float(),
-        )
+        parts = (module, Layout.of(module), flatten(module), cross_entropy)
+        task = Task(*parts, 2, (size,), SGD(), draw=lambda rng: rng.normal(size).float())
         names = tuple(f"client-{i}" for i in range(num_clients))
-        super().__init__(task, names, name_keys(names))
+        super().__init__(task, names, name_keys(names), torch.device("cpu"), torch.float32)
         self._respond = respond
         self._chunk = chunk or num_clients
         self.calls: list[tuple[str, list[int]]] = []  # step and clients of every call
 
-    @property
-    def device(self) -> torch.device:
-        """The CPU."""
-        return torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """float32."""
-        return torch.float32
-
     def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:
-        """Let the function answer for every client."""
+        """Call the function for every client."""
         name = plain_name(request.name)
         self.calls.append((name, request.cohort.tolist()))
         for some in positions.split(self._chunk):
@@ -75,22 +57,11 @@ class MockEngine(Engine):
                 try:
                     answers.append(self._respond(name, client, sent, **request.payload, **own))
                     good.append(position)
-                except Exception as error:  # whatever the test's function raises is that client's failure
+                except Exception as error:  # any exception is a failure of that client
                     failed.append((position, str(error)))
             stacked = {k: torch.stack([torch.as_tensor(a[k]) for a in answers]) for k in (answers or [{}])[0]}
             yield Reply(torch.tensor(good, dtype=torch.int64), Answer(**stacked), tuple(failed))
 
     def describe(self) -> dict[str, Any]:
-        """Nothing to choose."""
+        """See `Engine.describe`."""
         return {"engine": "mock"}
-
-    def memory_tensors(self) -> dict[str, Tensor]:
-        """These clients remember nothing."""
-        return {}
-
-    def load_memory(self, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing to put back."""
-
-    def memory_budget(self) -> int:
-        """Enough for any test."""
-        return 1 << 30

@@ -1,4 +1,4 @@
-"""Choosing a way by measuring it, and remembering what was measured on this machine."""
+"""Choosing a plan by measuring, and remembering the measurements of this machine."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from coterie.client.stack import Plan
 from coterie.engines.cache import cache_folder
 from coterie.engines.in_process import InProcessEngine
 
-_MARGIN = 1.05  # a way that is to be preferred may be so much slower than the fastest
-_STEPS = 3  # of each client, when measuring
-_SECONDS = 0.3  # of each way; one that is slower is measured once
-_CLIENTS = {"cuda": 1024, "cpu": 256}  # at most, when measuring: a GPU has to be full
+_MARGIN = 1.05  # a preferred plan may be slower than the fastest by this factor
+_STEPS = 3  # per client and measurement
+_SECONDS = 0.3  # per plan; a slower one is measured once
+_CLIENTS = {"cuda": 1024, "cpu": 256}  # at most; a GPU must be full
 
 _known: dict[str, dict[str, float]] = {}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way that is possible, and how it is made."""
+    """A possible plan, and how to make it."""
 
     name: str
     make: Callable[[], Plan]
 
 
 def choose(candidates: Sequence[Candidate], measured: dict[str, float]) -> Candidate:
-    """The first that is nearly as fast as the fastest: noise does not decide between equals."""
+    """The first candidate nearly as fast as the fastest, so that noise does not decide between equals."""
     best = min(measured.values())
     return next(c for c in candidates if measured.get(c.name, float("inf")) <= _MARGIN * best)
 
 
 def measure(engine: InProcessEngine, candidates: Sequence[Candidate]) -> dict[str, float]:
-    """Microseconds of a client's step in each way, from this machine's memory if it was measured before."""
+    """Microseconds per client step under each plan; read from the cache if it was measured before."""
     key = signature(engine, [candidate.name for candidate in candidates])
     if key in _known:
         return _known[key]
@@ -55,27 +55,23 @@ def measure(engine: InProcessEngine, candidates: Sequence[Candidate]) -> dict[st
 
 
 def _time(engine: InProcessEngine, candidate: Candidate) -> float:
-    """Microseconds of a client's step; a way that fails here is never chosen."""
+    """Microseconds per client step; infinite for a plan that fails."""
     plan = candidate.make()
     count = min(engine.num_clients, _CLIENTS[engine.device.type], max(plan.workers, plan.piece * plan.workers))
-    work = engine.task.work
-    sizes = engine.federation.train.sizes
-    clients = torch.argsort(sizes, descending=True, stable=True)[:count].sort().values
+    clients = torch.argsort(engine.federation.train.sizes, descending=True, stable=True)[:count].sort().values
     start = engine.initial().repeat(count, 1)
-    few = replace(work, steps=_STEPS)
     block = engine.block_of(clients, plan)
 
-    def once() -> float:
+    def once(steps: int = _STEPS) -> float:
         _wait(engine.device)
         began = time.perf_counter()
         with torch.no_grad(), engine.precision():
-            block.train(start, few)
+            block.train(start, replace(engine.task.work, steps=steps))
         _wait(engine.device)
-        return (time.perf_counter() - began) / (count * _STEPS) * 1e6
+        return (time.perf_counter() - began) / (count * steps) * 1e6
 
     try:
-        with torch.no_grad(), engine.precision():
-            block.train(start, replace(work, steps=1))  # libraries choose their kernels, memory is taken
+        once(steps=1)  # libraries choose their kernels, memory is allocated
         spent = [once()]
         while spent[0] * count * _STEPS < _SECONDS * 1e6 and len(spent) < 4:
             spent.append(once())
@@ -86,32 +82,20 @@ def _time(engine: InProcessEngine, candidate: Candidate) -> float:
 
 
 def signature(engine: InProcessEngine, names: list[str]) -> str:
-    """What a measurement depends on: machine, network, data, work."""
+    """A digest of what a measurement depends on: machine, network, data, work."""
     work = engine.task.work
     gpu = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
     shapes = [slot.shape for slot in engine.task.layout.parameters]
     size = int(engine.federation.train.sizes.max())
-    parts = [
-        platform.node(),
-        platform.machine(),
-        torch.__version__,
-        torch.get_num_threads(),
-        gpu,
-        engine.settings.precision,
-        engine.settings.compile,
-        engine.settings.piece,
-        engine.settings.workers,
-        engine.settings.chunk,
-        str(engine.dtype),
-        type(engine.task.module).__name__,
-        shapes,
-        [tuple(p.shape) for p in engine.task.module.parameters() if not p.requires_grad],
-        engine.task.input_shape,
-        work.batch_size if work.batch_size != "full" else size,
-        (work.optimizer, work.make_optimizer().keeps, work.clip_norm is not None),
-        min(engine.num_clients, _CLIENTS[engine.device.type]),
-        names,
-    ]
+    settings = engine.settings
+    machine = [platform.node(), platform.machine(), torch.__version__, torch.get_num_threads(), gpu]
+    chosen = [settings.precision, settings.compile, settings.piece, settings.workers, settings.chunk]
+    frozen = [tuple(p.shape) for p in engine.task.module.parameters() if not p.requires_grad]
+    network = [str(engine.dtype), type(engine.task.module).__name__, shapes, frozen, engine.task.input_shape]
+    batch = work.batch_size if work.batch_size != "full" else size
+    optimizer = (work.optimizer, work.make_optimizer().keeps, work.clip_norm is not None)
+    clients = min(engine.num_clients, _CLIENTS[engine.device.type])
+    parts = [*machine, *chosen, *network, batch, optimizer, clients, names]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -121,15 +105,15 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
     except (OSError, ValueError):
         return {}
     good = isinstance(found, dict) and all(
-        isinstance(ways, dict) and ways and all(isinstance(us, int | float) for us in ways.values())
-        for ways in found.values()
+        isinstance(plans, dict) and plans and all(isinstance(us, int | float) for us in plans.values())
+        for plans in found.values()
     )
     return found if good else {}
 
 
 def _write(path: Path, values: dict[str, dict[str, float]]) -> None:
-    """Remember; a folder that cannot be written costs only the next measurement."""
-    finite = {key: {n: us for n, us in ways.items() if us != float("inf")} for key, ways in values.items()}
+    """Write the cache; if the folder is not writable, the next run measures again."""
+    finite = {key: {n: us for n, us in plans.items() if us != float("inf")} for key, plans in values.items()}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(f".{os.getpid()}")

@@ -1,32 +1,34 @@
-"""The fast engine: stacks of clients as one program, in the way that is fastest for this network on this machine.
+"""The fast engine: clients in stacks, by the plan that is fastest for this network on this machine.
 
-The ways, best first where they are equal: `layers` (hand-written stacked layers with the update folded in), `stacked`
-(any network, by `torch.func.vmap`), `loop` (one client at a time). On a CPU stacks of layers may also be trained by
-several threads, a stack each (`layers+workers`). On a GPU each way may be recorded as a CUDA graph (`layers+graph`,
-`stacked+graph`, `loop+graph`), layers also with the convolutions of several clients beside each other
-(`streams+graph`). The engine measures those that are possible on some of the run's own clients when it starts, and
-remembers the result for this machine; `--set engine.plan=NAME` decides instead.
+Plans, in order of preference: `native` (a compiled program, on a CPU), `layers` (hand-written stacked layers fused
+with the update), `stacked` (any network, by `torch.func.vmap`), `loop` (one client at a time). On a CPU several threads
+may each train a stack of layers (`layers+workers`). On a GPU steps may be recorded as a CUDA graph (`layers+graph`,
+`stacked+graph`, `loop+graph`), also with the convolutions of several clients in parallel (`streams+graph`). At the
+start the engine measures the possible plans on some of the run's clients and remembers the result for this machine;
+`--set engine.plan=NAME` chooses instead.
 
-The compiled and the hand-written ways make steps of SGD with momentum. For another optimizer, or with clipped
-gradients, the others are used, and the run says so.
+The plans `native` and `layers` implement SGD with momentum. For another optimizer, or with clipped gradients, the other
+plans are used, and the run says so.
 
-A network that cannot be stacked (its code depends on values, or its layers mix samples in a way of their own) is found
-out at the start by comparing with plain autograd; its clients are then trained one at a time, and the run says so.
+A network that cannot be stacked (its code depends on values, or its layers mix samples) is detected at the start by
+comparing it with plain autograd; its clients are then trained one at a time, and the run says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from coterie.client.batches import Batch
 from coterie.client.stack import Kernel, Plan
 from coterie.client.work import SGD
 from coterie.engines.in_process import InProcessEngine
 from coterie.engines.kernels.graphs import BesideKernel, GraphPlan
-from coterie.engines.kernels.layers import LayerKernel
+from coterie.engines.kernels.layers import Convolutions, LayerKernel
 from coterie.engines.kernels.native import NativeKernel, NativePlan, NotNative
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.engines.kernels.stacked import StackedKernel
@@ -34,37 +36,38 @@ from coterie.engines.plans import Candidate, choose, measure
 from coterie.errors import ConfigError
 from coterie.nets.flat import Network
 
-_CACHE_BYTES = 4 << 20  # what a stack may take on a CPU, so that it stays in the cache
+_CACHE_BYTES = 4 << 20  # of a stack on a CPU, so that it stays in the cache
 _HEAP_BYTES = 24 << 20  # models of a chunk on a CPU: beyond 32 MB the C library takes fresh pages for each tensor
 _LARGEST_PIECE = 32
-_STREAMS = 16  # on which convolutions of several clients run beside each other on a GPU
-_LOOPS = 4  # clients of a recorded loop, each on a stream of its own
-_BESIDE = 64  # clients that are recorded so: each has launches of its own
+_STREAMS = 16  # for the convolutions of different clients on a GPU
+_LOOPS = 4  # clients of `loop+graph`, each on its own stream
+_BESIDE = 64  # clients of `streams+graph`: each has its own launches
 
 
 class VectorizedEngine(InProcessEngine):
-    """Blocks of as many clients as fit into memory."""
+    """Trains as many clients together as fit into memory."""
 
     name = "vectorized"
+    measured: dict[str, float] | None = None  # microseconds per client step, by plan
+    not_native: str | None = None  # why the compiled program is not used
+    _skips_layers = False  # the network is plain, but the work is not plain SGD
 
     def make_plan(self) -> Plan:
-        """The fastest of the ways that are possible here."""
-        self.network.find_out_keyed(self.data.federation.samples(0)[0])
+        """The plan of the settings, or the fastest of the possible plans."""
+        self.network.detect_keyed(self.data.federation.samples(0)[0])
         candidates = self._candidates()
         wanted = self.settings.plan
-        known = {candidate.name for candidate in candidates}
-        if wanted != "auto" and wanted not in known:
-            possible = ", ".join(candidate.name for candidate in candidates)
-            raise ConfigError(
-                f"engine.plan={wanted} is not possible for this network and work here; possible: {possible}."
-            )
         if wanted != "auto":
-            chosen = next(candidate for candidate in candidates if candidate.name == wanted)
-        elif len(candidates) == 1:
-            chosen = candidates[0]
-        else:
+            possible = [candidate for candidate in candidates if candidate.name == wanted]
+            if not possible:
+                names = ", ".join(candidate.name for candidate in candidates)
+                raise ConfigError(
+                    f"engine.plan={wanted} is not possible for this network and work here; possible: {names}."
+                )
+            candidates = possible
+        if len(candidates) > 1:
             self.measured = measure(self, candidates)
-            chosen = choose(candidates, self.measured)
+        chosen = choose(candidates, self.measured) if self.measured else candidates[0]
         if self._skips_layers:
             name = self.task.work.optimizer
             why = "clip_norm: the plans native and layers do not clip"
@@ -72,61 +75,51 @@ class VectorizedEngine(InProcessEngine):
             self.notes.append(f"{why}; using {chosen.name}")
         return chosen.make()
 
-    measured: dict[str, float] | None = None  # microseconds of a client's step, by way
-    _skips_layers = False  # layers could be used if the work were plain SGD
-
     def _candidates(self) -> list[Candidate]:
-        """The ways that are possible, those to be preferred first."""
-        plain = PlainKernel(self.network, self.task.loss)
-        stacked = StackedKernel(self.network, self.task.loss, self.settings.compile)
-        reason = self._why_not_stacked()
+        """The possible plans, in order of preference."""
+        network, loss = self.network, self.task.loss
+        cuda = self.device.type == "cuda"
+        can_record = cuda and network.keyed and self.data.rendered() is not None
         found: list[Candidate] = []
-        cuda = self._device.type == "cuda"
-        graph = cuda and self.data.rendered() is not None and self.network.keyed
-        low = cuda and self.settings.precision == "bf16"
-        layers = LayerKernel.of(self.network, self.task.loss, low=low, patches=cuda) if reason is None else None
-        if layers is not None and not self.task.work.is_plain:
-            layers, self._skips_layers = None, True
-        native = self._native() if layers is not None and not cuda else None
-        if native is not None:
-            made: NativeKernel = native
-            found.append(
-                Candidate(
-                    "native", lambda: NativePlan(made, self._piece(), self._workers(), self.data.rendered() is None)
-                )
-            )
-        if layers is not None:
-            fast: LayerKernel = layers
-            if graph:
-                found.append(Candidate("layers+graph", lambda: GraphPlan("layers+graph", fast, self._chunk())))
-            if graph and fast.has_pictures:
-                beside = LayerKernel.of(
-                    self.network, self.task.loss, grouped=False, low=low, streams=_STREAMS, patches=True
-                )
-                assert beside is not None
-                wide = min(self._chunk(), _BESIDE)
-                found.append(Candidate("streams+graph", lambda: GraphPlan("streams+graph", beside, wide)))
-            piece, workers = self._chunk() if cuda else self._piece(), self._workers()
-            found.append(Candidate("layers", lambda: Plan("layers", fast, piece)))
-            if not cuda and workers > 1:
-                found.append(Candidate("layers+workers", lambda: Plan("layers+workers", fast, piece, workers)))
+
+        def add(name: str, kernel: Kernel, piece: int, workers: int = 1) -> None:
+            found.append(Candidate(name, lambda: Plan(name, kernel, piece, workers)))
+
+        def add_recorded(name: str, kernel: Kernel, piece: int) -> None:
+            if can_record:
+                found.append(Candidate(name, lambda: GraphPlan(name, kernel, piece)))
+
+        reason = self._why_not_stacked()
         if reason is None:
-            if graph:
-                found.append(Candidate("stacked+graph", lambda: GraphPlan("stacked+graph", stacked, self._chunk())))
-            found.append(Candidate("stacked", lambda: Plan("stacked", stacked, self._chunk())))
+            how = Convolutions(grouped=cuda, low=cuda and self.settings.precision == "bf16", patches=cuda)
+            layers = LayerKernel.of(network, loss, how)
+            if layers is not None and not self.task.work.is_plain:
+                layers, self._skips_layers = None, True
+            native = self._native() if layers is not None and not cuda else None
+            if native is not None:
+                made, scattered = native, self.data.rendered() is None
+                found.append(Candidate("native", lambda: NativePlan(made, self._piece(), self._workers(), scattered)))
+            if layers is not None:
+                add_recorded("layers+graph", layers, self._chunk())
+                if can_record and layers.has_images:
+                    beside = LayerKernel.of(network, loss, replace(how, grouped=False, streams=_STREAMS))
+                    assert beside is not None
+                    add_recorded("streams+graph", beside, min(self._chunk(), _BESIDE))
+                add("layers", layers, self._chunk() if cuda else self._piece())
+                if not cuda and self._workers() > 1:
+                    add("layers+workers", layers, self._piece(), self._workers())
+            stacked = StackedKernel(network, loss, self.settings.compile)
+            add_recorded("stacked+graph", stacked, self._chunk())
+            add("stacked", stacked, self._chunk())
         else:
             self.notes.append(f"the network cannot be stacked ({reason}); clients are trained one at a time")
-        if cuda and self.data.rendered() is not None and self.network.keyed:
-            beside_each_other = min(self._chunk(), _LOOPS)
-            found.append(Candidate("loop+graph", lambda: GraphPlan("loop+graph", plain, beside_each_other)))
-        alone = BesideKernel(self.network, self.task.loss) if self.network.keyed else plain
-        found.append(Candidate("loop", lambda: Plan("loop", alone)))
+        plain = PlainKernel(network, loss)
+        add_recorded("loop+graph", plain, min(self._chunk(), _LOOPS))
+        add("loop", BesideKernel(network, loss) if network.keyed else plain, 1)
         return found
 
-    not_native: str | None = None  # why the compiled program is not used
-
     def _native(self) -> NativeKernel | None:
-        """The compiled program, if there is one for this network and it computes what plain autograd does."""
+        """The compiled program, if it supports this network and computes what plain autograd does."""
         if self.settings.precision == "bf16":
             return None
         try:
@@ -142,7 +135,7 @@ class VectorizedEngine(InProcessEngine):
         return made
 
     def _piece(self) -> int:
-        """Clients of a stack that stays in the cache of a CPU."""
+        """Clients per stack, so that it stays in the cache of a CPU."""
         if self.settings.piece is not None:
             return self.settings.piece
         work = self.task.work
@@ -155,42 +148,39 @@ class VectorizedEngine(InProcessEngine):
         return torch.get_num_threads() if self.settings.workers is None else self.settings.workers
 
     def _chunk(self, work: SGD | None = None) -> int:
-        """As many as the budget holds."""
+        """As many clients as fit into the budget."""
         if self.settings.chunk is not None:
             return self.settings.chunk
         most = self.memory_budget() // self.bytes_per_client(self.task.work if work is None else work)
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             most = min(most, max(self._workers(), _HEAP_BYTES // (self.task.layout.size * self._itemsize)))
         return max(1, min(most, self.num_clients))
 
     def chunk_size(self, work: SGD) -> int:
-        """Clients whose models are in hand at a time."""
+        """See `InProcessEngine.chunk_size`."""
         alone = self.plan.piece == 1 and self.plan.workers == 1 and self.settings.chunk is None
-        return 1 if alone and self._device.type == "cpu" else self._chunk(work)
+        return 1 if alone and self.device.type == "cpu" else self._chunk(work)
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen, with the way and what was measured."""
+        """See `Engine.describe`: with the plan and what was measured."""
         more = {"plan": self.plan.name, "piece": self.plan.piece, "workers": self.plan.workers}
         refused = getattr(self.plan.kernel, "compile_error", None)
-        told = {"measured": self.measured, "not_compiled": refused, "not_native": self.not_native}
-        return super().describe() | more | {name: value for name, value in told.items() if value}
+        known = {"measured": self.measured, "not_compiled": refused, "not_native": self.not_native}
+        return super().describe() | more | {name: value for name, value in known.items() if value}
 
     def remember(self, plan: Mapping[str, Any]) -> None:
-        """What was measured then is why the way was chosen."""
+        """Restore the measurements by which the plan was chosen."""
         self.measured = plan.get("measured")
 
     def _why_not_stacked(self) -> str | None:
-        """Try one ragged step of two clients both ways; None if they agree.
-
-        In float64 on the CPU, where nothing but a fault makes a difference.
-        """
+        """Why vmap cannot be used; tested in float64 on the CPU, where only an error makes a difference."""
         if not self.network.keyed:
-            return "it draws random numbers of its own"
+            return "it draws its own random numbers"
         network = Network(self.task.module, torch.float64, torch.device("cpu"))
         return self._differs(network, StackedKernel(network, self.task.loss), 1e-6)
 
     def _differs(self, network: Network, kernel: Kernel, tolerance: float) -> str | None:
-        """One ragged step of two clients, by this kernel and by plain autograd; None if they agree."""
+        """Compare one ragged step of two clients with plain autograd; None if they agree."""
         layout, dtype = self.task.layout, network.dtype
         x, y = self.federation.samples(0)
         take = torch.arange(6) % len(x)
@@ -205,13 +195,13 @@ class VectorizedEngine(InProcessEngine):
             params = [named[slot.name] for slot in layout.parameters]
             buffers = [named[slot.name] for slot in layout.buffers]
             with torch.no_grad():
-                grads = kernel.gradients(params, buffers, x, y, mask, keys)
+                grads = kernel.gradients(params, buffers, Batch(x, y, mask, keys))
                 return [*grads, *buffers, kernel.outputs(start.contiguous(), x)]
 
         expected = run(PlainKernel(network, self.task.loss))
         try:
             found = run(kernel)
-        except Exception as error:  # vmap raises many kinds for what it cannot do
+        except Exception as error:  # vmap raises many kinds
             return (str(error).splitlines() or [type(error).__name__])[0][:160]
         for one, other in zip(expected, found, strict=True):
             if not torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(one.abs().max() + 1e-6)):

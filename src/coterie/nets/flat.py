@@ -1,10 +1,10 @@
-"""Any nn.Module as a function of one flat vector, right under stacking.
+"""Any nn.Module as a function of one flat vector, correct in a stack.
 
-A model travels as one float vector [P]: parameters first, then float buffers (BatchNorm statistics), with
-a layout that names the slices. Integer buffers are not part of it and are never averaged. Neither are frozen parameters
-(requires_grad=False): they are constants of the module, which every side makes from the seed.
+A model is one float vector [P]: trained parameters first, then float buffers (BatchNorm statistics), with a layout that
+names the slices. Integer buffers are not part of it and are never averaged. Frozen parameters (requires_grad=False) are
+not part of it either: they are constants of the module, which every side creates from the seed.
 
-Two kinds of layer need care when c clients run as one program, and are exchanged for our own:
+Two kinds of layer need care when c clients are computed together, and are replaced by our own:
 BatchNorm must not see the padded rows of a partial batch, and dropout must be keyed by client and step.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """What lies where in the flat vector."""
+    """Which slice of the flat vector holds which tensor."""
 
     parameters: tuple[Slot, ...]
     buffers: tuple[Slot, ...]
@@ -54,33 +54,34 @@ class Layout:
     @classmethod
     def of(cls, module: nn.Module) -> Layout:
         """Trained parameters, then float buffers, each in the module's own order."""
-        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        floats = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
-        start = 0
-        parameters, buffers = [], []
-        for name, parameter in trained.items():
-            parameters.append(Slot(name, tuple(parameter.shape), start))
-            start = parameters[-1].stop
-        for name, buffer in floats.items():
-            buffers.append(Slot(name, tuple(buffer.shape), start))
-            start = buffers[-1].stop
-        if not parameters:
+        start, slots = 0, []
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+        for name, tensor in (*trained.items(), *buffers.items()):
+            slots.append(Slot(name, tuple(tensor.shape), start))
+            start = slots[-1].stop
+        if not trained:
             raise ModelError(f"{type(module).__name__} has no parameters to train.")
-        return cls(tuple(parameters), tuple(buffers))
+        return cls(tuple(slots[: len(trained)]), tuple(slots[len(trained) :]))
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Parameters, then buffers."""
+        return (*self.parameters, *self.buffers)
 
     @property
     def num_parameters(self) -> int:
-        """Entries that are trained; distances look at these."""
+        """Number of trained entries; distances use these."""
         return self.parameters[-1].stop
 
     @property
     def size(self) -> int:
-        """Entries of the whole vector; means are over these."""
+        """Length of the vector; means use all of it."""
         return (self.buffers or self.parameters)[-1].stop
 
     @property
     def head(self) -> slice:
-        """The parameters of the last layer that has any."""
+        """The slice of the last layer that has parameters."""
         last = self.parameters[-1].name.rpartition(".")[0]
         own = [slot for slot in self.parameters if slot.name.rpartition(".")[0] == last]
         return slice(own[0].start, own[-1].stop)
@@ -88,38 +89,41 @@ class Layout:
     def unpack(self, flat: Tensor) -> Tensors:
         """Flat [..., P] -> named views [..., *shape]."""
         lead = flat.shape[:-1]
-        slots = (*self.parameters, *self.buffers)
-        return {s.name: flat[..., s.start : s.stop].reshape(*lead, *s.shape) for s in slots}
+        return {s.name: flat[..., s.start : s.stop].reshape(*lead, *s.shape) for s in self.slots}
 
-    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Named tensors [c, *shape] -> flat [c, P]."""
-        return torch.cat([tensors[s.name].flatten(1) for s in (*self.parameters, *self.buffers)], dim=1)
+    def copy_from(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copy flat [c, P] into tensors [c, *shape], one per slot."""
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            tensor.copy_(flat[:, slot.start : slot.stop].reshape(tensor.shape))
+
+    def copy_to(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copy tensors [c, *shape], one per slot, into flat [c, P]."""
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            flat[:, slot.start : slot.stop].copy_(tensor.flatten(1))
 
 
 @dataclass
 class _Context:
-    """What the exchanged layers must know of the batch in hand."""
+    """What the replaced layers must know about the current batch."""
 
     mask: Tensor | None = None  # [B], 1 for a real row
     key: Tensor | None = None  # scalar int64
-    draws: int = 0  # dropout layers met on the way through, so that a layer used twice draws twice
-    alone: bool = False  # one model by itself, not within vmap: torch's own layers can be used
+    draws: int = 0  # dropout layers passed so far: a layer that is used twice draws twice
+    alone: bool = False  # one model outside vmap: torch's own BatchNorm can be used
 
 
 class Network:
-    """A module prepared for running under any engine."""
+    """A module prepared for any engine."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         self._context = _Context()
         prepared = copy.deepcopy(module)
         self.layout = Layout.of(prepared)
-        self.initial = flatten(prepared)  # [P] float32 or as made, on the CPU
-        prepared = _exchange(prepared, self._context, type(module).__name__, {})
-        self._module = prepared.to(device=device, dtype=dtype).train()  # all layers alike, however it was given
-        self._module.requires_grad_(False)
-        self.dtype = dtype
-        self.device = device
-        self.keyed = True  # all its randomness comes from the key; see find_out_keyed
+        self.initial = flatten(prepared)  # [P] in the module's own type, on the CPU
+        prepared = _replace_layers(prepared, self._context, type(module).__name__, {})
+        self.module = prepared.to(device=device, dtype=dtype).train().requires_grad_(False)  # one mode for all layers
+        self.dtype, self.device = dtype, device
+        self.keyed = True  # all its randomness comes from the key; see detect_keyed
 
     def __call__(
         self,
@@ -132,26 +136,17 @@ class Network:
         alone: bool = False,
     ) -> Tensor:
         """Outputs of one model for inputs [B, ...]; in train mode the float buffers in `tensors` are updated."""
-        if self._module.training != train:
-            self._module.train(train)
-        self._context.mask, self._context.key, self._context.draws = mask, key, 0
-        self._context.alone = alone
-        outputs = torch.func.functional_call(self._module, dict(tensors), (x,))
+        if self.module.training != train:
+            self.module.train(train)
+        context = self._context
+        context.mask, context.key, context.draws, context.alone = mask, key, 0, alone
+        outputs = torch.func.functional_call(self.module, dict(tensors), (x,))
         if not isinstance(outputs, Tensor):
             raise ModelError(f"The network must return one tensor. Got {type(outputs).__name__} instead.")
         return outputs
 
-    @property
-    def module(self) -> nn.Module:
-        """The prepared module, on the device."""
-        return self._module
-
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters of the prepared module by their names in the layout."""
-        return list(self._module.named_parameters())
-
-    def find_out_keyed(self, x: Tensor) -> None:
-        """Notice a network that draws random numbers of its own (functional dropout): torch's generator moves on."""
+    def detect_keyed(self, x: Tensor) -> None:
+        """Detect a network that draws its own random numbers (functional dropout): torch's generator advances."""
         x = x[:2].to(self.device, self.dtype)
         key = torch.zeros((), dtype=torch.int64, device=self.device)
         cuda = self.device.type == "cuda"
@@ -166,7 +161,7 @@ class Network:
             self.keyed = all(torch.equal(old, new) for old, new in zip(before, states(), strict=True))
 
     def activation_size(self, x: Tensor) -> int:
-        """Numbers that one sample leaves behind on its way through, for estimating memory."""
+        """Number of activations of one sample, to estimate memory."""
         total = 0
 
         def count(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -174,12 +169,11 @@ class Network:
             if isinstance(output, Tensor):
                 total += output.numel()
 
-        leaves = [m for m in self._module.modules() if not list(m.children())]
+        leaves = [m for m in self.module.modules() if not list(m.children())]
         handles = [leaf.register_forward_hook(count) for leaf in leaves]
         try:
             with torch.no_grad():
-                flat = self.initial.to(self.device, self.dtype)
-                self(self.layout.unpack(flat), x[:1])
+                self(self.layout.unpack(self.initial.to(self.device, self.dtype)), x[:1])
         finally:
             for handle in handles:
                 handle.remove()
@@ -187,17 +181,14 @@ class Network:
 
 
 def flatten(module: nn.Module) -> Tensor:
-    """The module's values as one flat vector [P] on the CPU, frozen parameters left out."""
-    layout = Layout.of(module)
+    """The module's values as one flat vector [P] on the CPU, without frozen parameters."""
     named: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
-    slots = (*layout.parameters, *layout.buffers)
-    return torch.cat([named[s.name].detach().reshape(-1).cpu() for s in slots])
+    return torch.cat([named[slot.name].detach().reshape(-1).cpu() for slot in Layout.of(module).slots])
 
 
 def state_dict(module: nn.Module, flat: Tensor) -> dict[str, Tensor]:
-    """A plain state_dict of `module` with the values of a flat vector; frozen ones and integer buffers as they are."""
-    layout = Layout.of(module)
-    values = layout.unpack(flat.detach().cpu())
+    """A state_dict of `module` with the values of a flat vector; frozen parameters and integer buffers unchanged."""
+    values = Layout.of(module).unpack(flat.detach().cpu())
     made = {}
     # Tied tensors have one name in the layout and several here.
     first = {id(t): n for n, t in (*module.named_parameters(), *module.named_buffers())}
@@ -207,10 +198,10 @@ def state_dict(module: nn.Module, flat: Tensor) -> dict[str, Tensor]:
     return made
 
 
-def _exchange(module: nn.Module, context: _Context, path: str, done: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Exchange BatchNorm and dropout, keeping the names of their parameters and buffers.
+def _replace_layers(module: nn.Module, context: _Context, path: str, done: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Replace BatchNorm and dropout, keeping the names of their parameters and buffers.
 
-    A layer may stand under several names; `done` gives it the same exchange at each.
+    A layer may have several names; `done` maps it to one replacement.
     """
     if module in done:
         return done[module]
@@ -222,15 +213,15 @@ def _exchange(module: nn.Module, context: _Context, path: str, done: dict[nn.Mod
     else:
         for name, child in module._modules.items():
             if child is not None:
-                setattr(module, name, _exchange(child, context, f"{path}.{name}", done))
+                setattr(module, name, _replace_layers(child, context, f"{path}.{name}", done))
     return done[module]
 
 
 class _MaskedBatchNorm(nn.Module):
-    """BatchNorm whose statistics leave masked rows out.
+    """BatchNorm whose statistics ignore masked rows.
 
-    A batch with a single value per channel has no variance: it is normalised by the running statistics
-    and does not change them (torch would raise, and one odd batch would lose the client).
+    A batch with a single value per channel has no variance: it is normalized by the running statistics
+    and does not change them (torch would raise, and one such batch would lose the client).
     """
 
     running_mean: Tensor
@@ -240,19 +231,21 @@ class _MaskedBatchNorm(nn.Module):
         super().__init__()
         if not original.track_running_stats:
             raise ModelError(
-                f"{path}: BatchNorm with track_running_stats=False scores a sample by the batch it is in; "
+                f"{path}: BatchNorm with track_running_stats=False makes a sample's output depend on its batch; "
                 "track the statistics, or use GroupNorm."
             )
         if original.momentum is None:
-            raise ModelError(f"{path}: BatchNorm with momentum=None (a cumulative mean) cannot be averaged; set one.")
+            raise ModelError(
+                f"{path}: BatchNorm with momentum=None (a cumulative mean) cannot be averaged; set a momentum."
+            )
         self.weight, self.bias = original.weight, original.bias
         self.register_buffer("running_mean", original.running_mean)
         self.register_buffer("running_var", original.running_var)
         self.momentum, self.eps = original.momentum, original.eps
-        self._context = [context]  # in a list, so that torch does not look into it
+        self._context = [context]  # in a list, so that torch does not register it
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise [B, C, ...]."""
+        """Normalize [B, C, ...]."""
         if self._context[0].alone and self._context[0].mask is None and (not self.training or x[:, 0].numel() > 1):
             settings = (self.weight, self.bias, self.training, self.momentum, self.eps)
             return nn.functional.batch_norm(x, self.running_mean, self.running_var, *settings)
@@ -267,7 +260,7 @@ class _MaskedBatchNorm(nn.Module):
         return x * scale.reshape(shape) + shift.reshape(shape)
 
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of the batch; the running ones move towards them."""
+        """Mean and variance of the batch; the running statistics move towards them."""
         axes = [0, *range(2, x.dim())]
         spatial = x.shape[2:].numel()
         mask = self._context[0].mask
@@ -294,7 +287,7 @@ _CHANNEL_DROPOUT = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, n
 
 
 class _KeyedDropout(nn.Module):
-    """Dropout whose choice is a hash of client, step, place in the network, row and entry."""
+    """Dropout whose mask is a hash of client, step, place in the network, row and entry."""
 
     def __init__(self, original: nn.modules.dropout._DropoutNd, context: _Context) -> None:
         super().__init__()
@@ -310,7 +303,7 @@ class _KeyedDropout(nn.Module):
         shape = x.shape[:2] if self._channels else x.shape
         self._context[0].draws += 1
         hashes = bits(mix(key + self._context[0].draws), math.prod(shape)).reshape(shape)
-        # 53 random bits against p; the same on every device, in every precision.
+        # 53 random bits against p: the same on every device and in every precision.
         keep = ((hashes >> 11) & ((1 << 53) - 1)) >= int(self.p * 2**53)
         keep = keep.reshape(*shape, *[1] * (x.dim() - len(shape)))
         return x * keep / (1 - self.p) if self.p < 1 else x * 0
@@ -320,12 +313,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
-    """Loss of each sample: [b, L] and classes [b] -> [b]."""
+    """Loss per sample: [b, L] and classes [b] -> [b]."""
     return nn.functional.cross_entropy(outputs, y, reduction="none")
 
 
 def mse(outputs: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error of each sample; integer classes are compared as one-hot vectors."""
+    """Mean squared error per sample; classes are compared as one-hot vectors."""
     if not y.is_floating_point():
         target = nn.functional.one_hot(y, outputs.shape[-1]).to(outputs.dtype)
     else:

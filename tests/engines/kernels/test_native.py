@@ -1,4 +1,4 @@
-"""The compiled program gives what the loop gives, for any vector width, and is left out where it cannot be had."""
+"""The compiled program gives what the loop gives, for any vector width, and is not used where it is not available."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from coterie.client.batches import Batch
 from coterie.client.work import SGD, Corrected
 from coterie.engines import make_engine
 from coterie.engines.kernels import native
@@ -120,12 +121,12 @@ def test_samples_that_are_weighed_in_any_order():
     from coterie.engines.kernels.plain import PlainKernel
 
     kernel = NativeKernel.of(network, cross_entropy, (1, 4, 4), 1)
-    stack = [p.detach().repeat(2, *[1] * p.dim()) for _, p in network.named_parameters()]
+    stack = [p.detach().repeat(2, *[1] * p.dim()) for _, p in network.module.named_parameters()]
     x, y = torch.randn(2, 4, 1, 4, 4, dtype=torch.float64), torch.tensor([[0, 1, 2, 0], [2, 2, 1, 0]])
     mask = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.float64)
-    keys = torch.zeros(2, dtype=torch.int64)
-    expected = PlainKernel(network, cross_entropy).gradients(stack, [], x, y, mask, keys)
-    for one, other in zip(kernel.gradients(stack, [], x, y, mask, keys), expected, strict=True):
+    batch = Batch(x, y, mask, torch.zeros(2, dtype=torch.int64))
+    expected = PlainKernel(network, cross_entropy).gradients(stack, [], batch)
+    for one, other in zip(kernel.gradients(stack, [], batch), expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
@@ -150,15 +151,15 @@ def test_what_it_cannot_do_is_left_to_others():
 @pytest.mark.parametrize(
     ("compiler", "reason"), [("no-such-compiler", "cannot be run"), ("false", "failed: no message")]
 )
-def test_without_a_compiler_the_engine_has_its_other_ways(compiler, reason, monkeypatch, tmp_path):
+def test_without_a_compiler_the_engine_has_its_other_plans(compiler, reason, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("COTERIE_CACHE", str(tmp_path))
     monkeypatch.setattr(native, "_loaded", {})
     setup = setup_of(__import__("coterie").FedAvg())
     engine = make_engine("vectorized", setup.task(), setup.federation(), "cpu", {"precision": "float64"})
-    told = engine.describe()
-    assert told["plan"] != "native"
-    assert reason in told["not_native"]
+    found = engine.describe()
+    assert found["plan"] != "native"
+    assert reason in found["not_native"]
     with pytest.raises(NotNative, match=reason):  # the reason is remembered, the compiler is not tried again
         native.library(torch.float64)
 
@@ -194,11 +195,11 @@ def test_it_is_compiled_once_for_a_machine(monkeypatch, tmp_path):
 
 
 def _only_versions(run):
-    def told(command, **options):
+    def only_versions(command, **options):
         assert "--version" in command, "compiled again"
         return run(command, **options)
 
-    return told
+    return only_versions
 
 
 @has_compiler

@@ -13,7 +13,7 @@ from coterie.client.stack import Plan
 from coterie.client.work import SGD, Corrected, FirstOrderMAML, HessianFreeMAML, Proximal
 from coterie.engines import make_engine
 from coterie.engines.kernels.graphs import GraphPlan
-from coterie.engines.kernels.layers import LayerKernel
+from coterie.engines.kernels.layers import Convolutions, LayerKernel
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.engines.kernels.stacked import StackedKernel
 from coterie.errors import ConfigError
@@ -103,7 +103,9 @@ def layers(piece, workers=1):
 
 def as_on_a_gpu(grouped):
     """Grouped convolutions, or clients beside each other; the first convolution by patches."""
-    return lambda e: Plan("layers", LayerKernel.of(e.network, e.task.loss, grouped=grouped, patches=True), 99)
+    return lambda e: Plan(
+        "layers", LayerKernel.of(e.network, e.task.loss, Convolutions(grouped=grouped, patches=True)), 99
+    )
 
 
 def stacked(piece):
@@ -246,7 +248,7 @@ def test_a_plan_that_is_not_possible_is_refused():
     setup = setup_of(__import__("coterie").FedAvg())
     with pytest.raises(ConfigError, match=r"possible: (native, )?layers, layers\+workers, stacked, loop"):
         make_engine("vectorized", setup.task(), setup.federation(), "cpu", {"plan": "loop+graph", "workers": 2})
-    with pytest.raises(ConfigError, match="tf32 is arithmetic of GPUs"):
+    with pytest.raises(ConfigError, match="tf32 needs a GPU"):
         make_engine("vectorized", setup.task(), setup.federation(), "cpu", {"precision": "tf32"})
 
 
@@ -257,14 +259,14 @@ def test_what_was_measured_is_said_and_remembered(tmp_path, monkeypatch):
     monkeypatch.setattr(plans, "_known", {})
     setup = setup_of(__import__("coterie").FedAvg(), model_settings={"hidden": 7})
     first = make_engine("vectorized", setup.task(), setup.federation(), "cpu", {})
-    told = first.describe()
-    assert told["plan"] in told["measured"]
-    assert min(told["measured"].values()) > 0
+    found = first.describe()
+    assert found["plan"] in found["measured"]
+    assert min(found["measured"].values()) > 0
     assert (tmp_path / "plans.json").exists()
     monkeypatch.setattr(plans, "_known", {})
     monkeypatch.setattr(plans, "_time", lambda engine, candidate: pytest.fail("measured again"))
     again = make_engine("vectorized", setup.task(), setup.federation(), "cpu", {})
-    assert again.describe() == told
+    assert again.describe() == found
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": {"layers": "fast"}}'])
@@ -284,7 +286,7 @@ def test_equal_plans_are_chosen_by_preference():
     assert choose(candidates, {"layers": 2.0, "stacked": 1.0, "loop": 1.1}).name == "stacked"
 
 
-def test_out_of_memory_goes_on_with_half_the_clients_and_says_so():
+def test_out_of_memory_continues_with_half_the_clients_and_says_so():
     setup = setup_of(__import__("coterie").FedAvg())
     from coterie.client.steps import train
 

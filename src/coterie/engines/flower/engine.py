@@ -59,23 +59,15 @@ class FlowerEngine(Engine):
         run: str,
         past: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(task, federation.names, federation.keys)
+        dtype = torch.float64 if settings.precision == "float64" else torch.float32
+        super().__init__(task, federation.names, federation.keys, torch.device("cpu"), dtype)
         self.federation = federation
         self.settings, self.link = settings, link
         self._run = run
         self.life, self.past = uuid.uuid4().hex, dict(past or {})
-        self._dtype = torch.float64 if settings.precision == "float64" else torch.float32
         if federation.reserved is not None:
             x, y = federation.reserved_samples()
-            self.reserved = (x.to(self._dtype), y)
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
+            self.reserved = (x.to(self.dtype), y)
 
     def describe(self) -> dict[str, Any]:
         return {"engine": self.name, "device": "cpu", **values_of(self.settings)}
@@ -137,7 +129,7 @@ class FlowerEngine(Engine):
             if models is not None and refs is not None:
                 for row in refs[position].reshape(-1).tolist():
                     if row not in records:
-                        records[row] = wire.record_of({"params": models[row].to(self._dtype)})
+                        records[row] = wire.record_of({"params": models[row].to(self.dtype)})
                     sent.append(records[row])
             call = wire.Call(
                 step=request.name,
@@ -162,9 +154,9 @@ class FlowerEngine(Engine):
         self, contents: Mapping[str, RecordDict], models: Tensor | None
     ) -> tuple[dict[str, dict[str, Tensor]], int, dict[str, str]]:
         """Answers by client, the gradients they took, and the reasons of rejected clients."""
-        most = 4 * max(self.task.layout.size * self._dtype.itemsize, 1 << 20)
+        most = 4 * max(self.task.layout.size * self.dtype.itemsize, 1 << 20)
         if models is not None:
-            most = max(most, 4 * models.shape[1] * self._dtype.itemsize)
+            most = max(most, 4 * models.shape[1] * self.dtype.itemsize)
         kind = "evaluate" if self.phase == "evaluate" else "train"
         found: dict[str, dict[str, Tensor]] = {}
         refused: dict[str, str] = {}

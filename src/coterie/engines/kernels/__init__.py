@@ -1,1 +1,1 @@
-"""Fast ways to compute a stack of models."""
+"""Kernels: the code that computes a stack of models."""

@@ -1,68 +1,63 @@
-"""Hand-written stacked layers: gradients of c plain networks at once, with the update folded in.
+"""Hand-written stacked layers: gradients of c plain networks at once, fused with the update.
 
 For a `Sequential` of Flatten, Linear, ReLU, Conv2d and MaxPool2d under cross-entropy. Dense layers of all clients are
-one batched matrix product; a step of SGD adds `dY^T X` straight into the momentum (or the weights), so that no gradient
-is ever written. Convolutions are one grouped convolution, or one call a client: on a CPU that is what the libraries are
-fast at, and on a GPU calls of several clients run beside each other on streams. No autograd: nothing is traced, and
-threads can run it side by side.
+one batched matrix product; a step of SGD adds `dY^T X` directly to the momentum (or the weights), so no gradient is
+ever stored. Convolutions are one grouped convolution, or one call per client: on a CPU the libraries are fastest at
+that, and on a GPU the calls of several clients run in parallel on streams. No autograd: nothing is traced, and
+threads can run it in parallel.
 
-`LayerKernel.of` says None for any other network or loss; those are stacked by vmap or run one at a time.
+`LayerKernel.of` returns None for any other network or loss; those use vmap or run one at a time.
 """
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from coterie.client.optimizers import Optimizer, State
+from coterie.client.batches import Batch
+from coterie.client.optimizers import Number, Optimizer, State
 from coterie.client.work import SGD, Stack
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.nets.flat import Loss, Network, cross_entropy
 
 _aten = torch.ops.aten
-_SMALL = 64  # weights of one filter of a first convolution that is done by patches on a GPU
+_SMALL = 64  # weights per filter up to which a first convolution is computed by patches on a GPU
 
 
-@dataclass
-class _Tape:
-    """What the way forward leaves for the way back."""
+@dataclass(frozen=True)
+class Convolutions:
+    """How convolutions are computed."""
 
-    kept: list[Any] = field(default_factory=list)
-
-
-class _Sink(abc.ABC):
-    """Takes gradients of parameters as they come: collects them, or steps at once."""
-
-    @abc.abstractmethod
-    def matrix(self, place: int, left: Tensor, right: Tensor) -> None:
-        """The gradient of parameter `place` is left^T right: [c, B, O], [c, B, I] -> [c, O, I]."""
-
-    @abc.abstractmethod
-    def tensor(self, place: int, gradient: Tensor) -> None:
-        """The gradient of parameter `place`, [c, ...]."""
+    grouped: bool = False  # one grouped convolution for all clients; else one call per client
+    low: bool = False  # in bfloat16
+    streams: int = 0  # CUDA streams for the calls of different clients
+    patches: bool = False  # a small first convolution as a matrix product over patches
 
 
-class _Collect(_Sink):
+class _Collect:
+    """Collects the gradients of parameters."""
+
     def __init__(self, count: int) -> None:
         self.found: list[Tensor | None] = [None] * count
 
     def matrix(self, place: int, left: Tensor, right: Tensor) -> None:
+        """The gradient of parameter `place` is left^T right: [c, B, O], [c, B, I] -> [c, O, I]."""
         self.found[place] = torch.bmm(left.transpose(1, 2), right)
 
     def tensor(self, place: int, gradient: Tensor) -> None:
+        """The gradient of parameter `place`, [c, ...]."""
         self.found[place] = gradient
 
 
-class _Step(_Sink):
-    """One step of SGD, in place, as each gradient comes."""
+class _Step:
+    """Makes the SGD step of each parameter in place as soon as its gradient is known."""
 
-    def __init__(self, params: Stack, velocity: Stack | None, work: SGD, lr: float | Tensor) -> None:
+    def __init__(self, params: Stack, velocity: Stack | None, work: SGD, lr: Number) -> None:
         self._params, self._velocity, self._work, self._lr = params, velocity, work, lr
 
     def matrix(self, place: int, left: Tensor, right: Tensor) -> None:
@@ -96,62 +91,38 @@ class _Step(_Sink):
             weight.add_(direction, alpha=-self._lr)
 
 
+_Sink = _Collect | _Step  # takes the gradients of the backward pass
+
+
 class LayerKernel:
     """Gradients, outputs and whole steps of a plain stack of layers."""
 
     def __init__(
-        self,
-        network: Network,
-        loss: Loss,
-        layers: Sequence[nn.Module],
-        places: Sequence[list[int]],
-        grouped: bool,
-        low: bool,
-        streams: int,
-        patches: bool,
+        self, network: Network, loss: Loss, layers: list[nn.Module], places: list[list[int]], how: Convolutions
     ) -> None:
         self._layout = network.layout
-        self._layers = list(layers)
-        self._grouped = grouped
-        self._low = low  # convolutions in bfloat16
-        self._lanes = _Lanes(network.device, streams)
+        self._layers, self._places = layers, places
+        self._grouped, self._low = how.grouped, how.low
+        self._lanes = _Lanes(network.device, how.streams)
         self._one = PlainKernel(network, loss)
-        self._places = list(places)
-        self._first = next(i for i, own in enumerate(self._places) if own)  # below it no gradient is needed
-        first = self._layers[self._first]
+        self._first = next(i for i, own in enumerate(places) if own)  # no gradient is needed below it
+        first = layers[self._first]
         small = isinstance(first, nn.Conv2d) and first.weight[0].numel() <= _SMALL
-        self._by_patches = small and patches
-
-    @property
-    def has_pictures(self) -> bool:
-        """Whether there is a convolution."""
-        return any(isinstance(layer, nn.Conv2d) for layer in self._layers)
+        self._by_patches = small and how.patches
+        self.has_images = any(isinstance(layer, nn.Conv2d) for layer in layers)
 
     @classmethod
-    def of(
-        cls,
-        network: Network,
-        loss: Loss,
-        grouped: bool | None = None,
-        low: bool = False,
-        streams: int = 0,
-        patches: bool = False,
-    ) -> LayerKernel | None:
-        """The kernel of a network; None if it has a layer, a loss or a shape that is not written here."""
+    def of(cls, network: Network, loss: Loss, how: Convolutions | None = None) -> LayerKernel | None:
+        """The kernel of a network; None if a layer, the loss or a shape is not supported."""
         found = plain_network(network, loss)
         if found is None:
             return None
-        grouped = network.device.type == "cuda" if grouped is None else grouped
-        return cls(network, loss, *found, grouped, low, streams, patches)
+        return cls(network, loss, *found, how or Convolutions(grouped=network.device.type == "cuda"))
 
-    # ---- what an engine asks for ----
-
-    def gradients(
-        self, params: Stack, buffers: Stack, x: Tensor, y: Tensor, mask: Tensor | None, keys: Tensor
-    ) -> Stack:
+    def gradients(self, params: Stack, buffers: Stack, batch: Batch) -> Stack:
         """See `Kernel.gradients`."""
         sink = _Collect(len(params))
-        self._run(params, x, y, mask, sink)
+        self._run(params, batch, sink)
         return [found for found in sink.found if found is not None]
 
     def can_step(self, work: SGD) -> bool:
@@ -159,20 +130,10 @@ class LayerKernel:
         return type(work) is SGD and work.is_plain
 
     def step(
-        self,
-        params: Stack,
-        buffers: Stack,
-        state: State,
-        x: Tensor,
-        y: Tensor,
-        mask: Tensor | None,
-        keys: Tensor,
-        optimizer: Optimizer,
-        lr: float | Tensor,
-        count: float | Tensor,
+        self, params: Stack, buffers: Stack, batch: Batch, optimizer: Optimizer, state: State, lr: Number, count: Number
     ) -> None:
         """See `SteppingKernel.step`."""
-        self._run(params, x, y, mask, _Step(params, state.get("velocity"), optimizer.work, lr))
+        self._run(params, batch, _Step(params, state.get("velocity"), optimizer.work, lr))
 
     def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
         """See `Kernel.outputs`."""
@@ -181,125 +142,113 @@ class LayerKernel:
         named = self._layout.unpack(flat)
         return self._forward([named[slot.name] for slot in self._layout.parameters], x, None)
 
-    # ---- forward and back ----
+    # ---- forward and backward ----
 
-    def _run(self, params: Stack, x: Tensor, y: Tensor, mask: Tensor | None, sink: _Sink) -> None:
-        with torch.autocast(x.device.type, enabled=False):  # what is to be rounded is rounded here
-            self._step_of(params, x, y, mask, sink)
+    def _run(self, params: Stack, batch: Batch, sink: _Sink) -> None:
+        x, y, mask, _ = batch
+        with torch.autocast(x.device.type, enabled=False):  # this kernel rounds to bfloat16 itself
+            tape: list[Any] = []  # what the backward pass of each layer needs
+            delta = self._forward(params, x, tape).softmax(2)  # [c, B, L]
+            minus = delta.new_full((1, 1, 1), -1.0).expand(*y.shape, 1)
+            delta.scatter_add_(2, y.unsqueeze(2), minus)
+            if mask is None:
+                delta.div_(x.shape[1])
+            else:
+                delta.mul_((mask / mask.sum(1, keepdim=True).clamp_min(1)).unsqueeze(2))
+            self._backward(params, delta, tape, sink)
+            self._lanes.finish()
 
-    def _step_of(self, params: Stack, x: Tensor, y: Tensor, mask: Tensor | None, sink: _Sink) -> None:
-        tape = _Tape()
-        outputs = self._forward(params, x, tape)  # [c, B, L]
-        delta = outputs.softmax(2)
-        minus = delta.new_full((1, 1, 1), -1.0).expand(*y.shape, 1)
-        delta.scatter_add_(2, y.unsqueeze(2), minus)
-        if mask is None:
-            delta.div_(x.shape[1])
-        else:
-            delta.mul_((mask / mask.sum(1, keepdim=True).clamp_min(1)).unsqueeze(2))
-        self._backward(params, delta, tape, sink)
-        self._lanes.finish()
-
-    def _forward(self, params: Stack, x: Tensor, tape: _Tape | None) -> Tensor:
+    def _forward(self, params: Stack, x: Tensor, tape: list[Any] | None) -> Tensor:
         h: Any = x
-        for number, (layer, own) in enumerate(zip(self._layers, self._places, strict=True)):
+        for number, (layer, places) in enumerate(zip(self._layers, self._places, strict=True)):
+            own = [params[place] for place in places]
             if number == self._first and self._by_patches:
                 assert isinstance(layer, nn.Conv2d)
-                h, kept = self._patched(layer, [params[place] for place in own], h)
+                h, kept = self._patched(layer, own, h)
             else:
-                h, kept = self._ahead(layer, [params[place] for place in own], h, tape is not None)
+                h, kept = self._layer_forward(layer, own, h, tape is not None)
             if tape is not None:
-                tape.kept.append(kept)
+                tape.append(kept)
         found: Tensor = h
         return found
 
-    def _backward(self, params: Stack, delta: Any, tape: _Tape, sink: _Sink) -> None:
-        for place in range(len(self._layers) - 1, self._first - 1, -1):
-            layer, own, kept = self._layers[place], self._places[place], tape.kept[place]
-            if place == self._first and self._by_patches:
-                self._patched_back(own, kept, delta, sink, [params[p] for p in own])
+    def _backward(self, params: Stack, delta: Any, tape: list[Any], sink: _Sink) -> None:
+        for number in range(len(self._layers) - 1, self._first - 1, -1):
+            layer, places, kept = self._layers[number], self._places[number], tape.pop()
+            own = [params[place] for place in places]
+            if number == self._first and self._by_patches:
+                self._patched_back(places, kept, delta, sink, own)
                 break
-            delta = self._back(layer, [params[p] for p in own], own, kept, delta, sink, place > self._first)
-            tape.kept[place] = None  # lets go of what is not needed any more
+            delta = self._layer_backward(layer, own, places, kept, delta, sink, number > self._first)
 
-    def _ahead(self, layer: nn.Module, own: list[Tensor], h: Any, keep: bool) -> tuple[Any, Any]:
-        """The output of a layer, and what its way back needs. Pictures are a list of [B, C, H, W], or grouped."""
+    def _layer_forward(self, layer: nn.Module, own: list[Tensor], h: Any, keep: bool) -> tuple[Any, Any]:
+        """The output of a layer, and what its backward pass needs; images are a list, grouped, or planes."""
         if isinstance(layer, nn.Linear):
             h = h if isinstance(h, Tensor) and h.dim() == 3 else self._flat(h, len(own[0]))
             if len(own) == 2:
                 return torch.baddbmm(own[1].unsqueeze(1), h, own[0].transpose(1, 2)), h
             return torch.bmm(h, own[0].transpose(1, 2)), h
         if isinstance(layer, nn.Conv2d):
-            were_planes, h = isinstance(h, _Planes), self._pictures(h)
+            were_planes, h = isinstance(h, _Planes), self._images(h)
             return self._convolved(layer, own, h), (h, were_planes)
-        if isinstance(layer, nn.ReLU) and isinstance(h, _Planes):
-            h = _Planes(h.tensor.relu(), h.clients)
-            return h, h.tensor
         if isinstance(layer, nn.ReLU):
-            out = self._lanes.each(lambda part: part.relu(), h) if isinstance(h, list) else h.relu()
-            return out, out
+            out = self._elementwise(torch.relu, h)
+            return out, out.tensor if isinstance(out, _Planes) else out
         if isinstance(layer, nn.MaxPool2d):
-            h = h if isinstance(h, _Planes) else self._pictures(h)
+            h = h if isinstance(h, _Planes) else self._images(h)
             assert isinstance(layer.kernel_size, int)
             pool = _Pool(layer.kernel_size, self._lanes)
-            return pool.ahead(h, keep), pool
-        if isinstance(h, _Planes):
-            return (h.flat().float() if self._low else h.flat()), (
-                "planes",
-                (h.tensor.shape, h.tensor.dtype, h.clients),
-            )
-        kept = ("pictures", h[0].shape) if isinstance(h, list) else ("grouped" if self._is_grouped(h) else "", h.shape)
+            return pool.forward(h, keep), pool
+        if isinstance(h, _Planes):  # from here on: nn.Flatten
+            form = ("planes", (h.tensor.shape, h.tensor.dtype, h.clients))
+            return (h.flat().float() if self._low else h.flat()), form
+        kept = ("images", h[0].shape) if isinstance(h, list) else ("grouped" if self._is_grouped(h) else "", h.shape)
         return self._flat(h, None), kept
 
-    def _back(
-        self,
-        layer: nn.Module,
-        own: list[Tensor],
-        places: list[int],
-        kept: Any,
-        delta: Any,
-        sink: _Sink,
-        go_on: bool,
+    def _layer_backward(
+        self, layer: nn.Module, own: list[Tensor], places: list[int], kept: Any, delta: Any, sink: _Sink, below: bool
     ) -> Any:
+        """Pass gradients of parameters to `sink`; return the gradient of the input if `below`."""
         if isinstance(layer, nn.Linear):
-            below = torch.bmm(delta, own[0]) if go_on else None
+            found = torch.bmm(delta, own[0]) if below else None
             if len(own) == 2:
                 sink.tensor(places[1], delta.sum(1))
             sink.matrix(places[0], delta, kept)
-            return below
+            return found
         if isinstance(layer, nn.Conv2d):
             h, were_planes = kept
-            below = self._convolved_back(layer, own, places, h, self._pictures(delta), sink, go_on)
-            return self._as_planes(below, len(own[0])) if were_planes else below
+            images = self._convolved_back(layer, own, places, h, self._images(delta), sink, below)
+            return self._as_planes(images, len(own[0])) if were_planes else images
         if isinstance(layer, nn.ReLU):
-            if isinstance(delta, _Planes):
-                return _Planes(_aten.threshold_backward(delta.tensor, kept, 0), delta.clients)
-            if isinstance(delta, list):
-                return self._lanes.each(lambda d, out: _aten.threshold_backward(d, out, 0), delta, kept)
-            return _aten.threshold_backward(delta, kept, 0)
+            return self._elementwise(lambda d, out: _aten.threshold_backward(d, out, 0), delta, kept)
         if isinstance(layer, nn.MaxPool2d):
-            return kept.back(delta)
-        way, shape = kept
-        if way == "planes":
+            return kept.backward(delta)
+        form, shape = kept
+        if form == "planes":
             size, dtype, clients = shape
             return _Planes.of_flat(delta.to(dtype), size, clients)
-        if way == "pictures":
+        if form == "images":
             self._lanes.fork()
             parts = delta.to(torch.bfloat16) if self._low else delta
             self._lanes.hold(parts)
             return [part.reshape(shape) for part in parts]
-        if way == "grouped":
+        if form == "grouped":
             whole = delta.transpose(0, 1).reshape(shape)
             return whole.to(torch.bfloat16) if self._low else whole
         return delta.reshape(shape)
 
-    # ---- pictures ----
+    # ---- images ----
+
+    def _elementwise(self, function: Callable[..., Tensor], h: Any, *others: Any) -> Any:
+        if isinstance(h, _Planes):
+            return _Planes(function(h.tensor, *others), h.clients)
+        return self._lanes.each(function, h, *others) if isinstance(h, list) else function(h, *others)
 
     def _is_grouped(self, h: Tensor) -> bool:
         return self._grouped and h.dim() == 4
 
-    def _pictures(self, h: Any) -> Any:
-        """Inputs [c, B, C, H, W] as the convolutions take them."""
+    def _images(self, h: Any) -> Any:
+        """Inputs [c, B, C, H, W] in the form that the convolutions take."""
         if isinstance(h, _Planes):
             self._clients = h.clients
             if self._grouped:
@@ -328,57 +277,56 @@ class LayerKernel:
             return flat.reshape(len(flat), count, -1).transpose(0, 1)
         return flat.flatten(2)
 
-    _clients: int = 0  # of the grouped pictures in hand
+    _clients: int = 0  # of the current grouped images
 
     def _convolved(self, layer: nn.Conv2d, own: list[Tensor], h: Any) -> Any:
-        way: tuple[Any, Any] = (layer.stride, layer.padding)
+        rest: tuple[Any, Any] = (layer.stride, layer.padding)
         own = [tensor.to(torch.bfloat16) for tensor in own] if self._low else own
         if not self._grouped:
             self._lanes.hold(*own)
             self._lanes.fork()
             biases: Any = list(own[1]) if len(own) == 2 else [None] * len(own[0])
-            return self._lanes.each(lambda x, w, b: functional.conv2d(x, w, b, *way), h, list(own[0]), biases)
+            return self._lanes.each(lambda x, w, b: functional.conv2d(x, w, b, *rest), h, list(own[0]), biases)
         self._clients = len(own[0])
         bias = own[1].flatten() if len(own) == 2 else None
-        return functional.conv2d(h, own[0].flatten(0, 1), bias, *way, groups=self._clients)
+        return functional.conv2d(h, own[0].flatten(0, 1), bias, *rest, groups=self._clients)
 
     def _convolved_back(
-        self, layer: nn.Conv2d, own: list[Tensor], places: list[int], h: Any, delta: Any, sink: _Sink, go_on: bool
+        self, layer: nn.Conv2d, own: list[Tensor], places: list[int], h: Any, delta: Any, sink: _Sink, below: bool
     ) -> Any:
         has_bias = len(own) == 2
         rest = (list(layer.stride), list(layer.padding), [1, 1], False, [0, 0])
-        asked = [go_on, True, has_bias]
         whole = own[0].to(torch.bfloat16) if self._low else own[0]
+        found: Any
         if self._grouped:
             weight = whole.flatten(0, 1)
-            below, grad, bias = _aten.convolution_backward(
-                delta, h, weight, [len(weight)] if has_bias else None, *rest, len(own[0]), asked
+            found, grad, bias = _aten.convolution_backward(
+                delta, h, weight, [len(weight)] if has_bias else None, *rest, len(own[0]), [below, True, has_bias]
             )
             grads = [grad.reshape(own[0].shape), bias.reshape(own[1].shape) if has_bias else None]
         else:
 
             def back(d: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-                # The libraries' own sum over the bias is slow: two sums, each along what lies together.
+                # The libraries' own sum over the bias is slow: two sums, each over contiguous values.
                 bias = d.sum((2, 3)).sum(0) if has_bias else None
-                return *_aten.convolution_backward(d, x, w, None, *rest, 1, [go_on, True, False])[:2], bias
+                return *_aten.convolution_backward(d, x, w, None, *rest, 1, [below, True, False])[:2], bias
 
             self._lanes.hold(whole)
             self._lanes.fork()
-            found = self._lanes.each(back, delta, h, list(whole))
-            below = [part[0] for part in found] if go_on else None
+            inputs, weights, biases = zip(*self._lanes.each(back, delta, h, list(whole)), strict=True)
+            found = list(inputs) if below else None
             self._lanes.join()
-            grads = [torch.stack([part[1] for part in found])]
-            grads.append(torch.stack([part[2] for part in found]) if has_bias else None)
+            grads = [torch.stack(weights), torch.stack(biases) if has_bias else None]
         for place, gradient in zip(places, grads[: len(own)], strict=True):
             sink.tensor(place, gradient.to(own[0].dtype))
-        return below
+        return found
 
     # ---- the first convolution, by patches ----
 
     def _patched(self, layer: nn.Conv2d, own: list[Tensor], x: Tensor) -> tuple[_Planes, Any]:
-        """Patches of the inputs [c, I k k, B H W], and one matrix product a client.
+        """Patches of the inputs [c, I k k, B H W], and one matrix product per client.
 
-        With one input channel a client, libraries have only slow kernels for a grouped convolution.
+        With one input channel per client, libraries have only slow kernels for a grouped convolution.
         """
         clients, batch = x.shape[:2]
         (high, wide), (down, right) = layer.kernel_size, layer.stride
@@ -390,7 +338,7 @@ class LayerKernel:
         parts = patches.permute(0, 2, 5, 6, 1, 3, 4)  # [c, I, h, w, B, H, W]
         depth = own[0][0, 0].numel()
         weight = own[0].flatten(2).to(x.dtype)
-        rest = -depth % 8 if self._low else 0  # rows of zeros, for tensor cores
+        rest = -depth % 8 if self._low else 0  # rows of padding, for tensor cores
         if rest:
             flat = x.new_zeros(clients, depth + rest, batch * rows * columns)
             flat[:, :depth].reshape(parts.shape).copy_(parts)
@@ -415,7 +363,7 @@ class LayerKernel:
             sink.tensor(places[1], rows.sum(2, dtype=own[1].dtype))
 
     def _as_planes(self, below: Any, clients: int) -> _Planes:
-        """Gradients of pictures as those of planes."""
+        """Gradients of images as planes."""
         if isinstance(below, list):
             self._lanes.join()
             return _Planes(torch.cat([part.transpose(0, 1) for part in below]), clients)
@@ -423,7 +371,7 @@ class LayerKernel:
 
 
 class _Planes:
-    """Pictures channel by channel: [c * C, B, H, W]."""
+    """Images channel by channel: [c * C, B, H, W]."""
 
     def __init__(self, tensor: Tensor, clients: int) -> None:
         self.tensor, self.clients = tensor, clients
@@ -435,16 +383,16 @@ class _Planes:
 
     @classmethod
     def of_flat(cls, flat: Tensor, shape: torch.Size, clients: int) -> _Planes:
-        """The planes of that shape that have this `flat`."""
+        """The inverse of `flat`, for planes of this shape."""
         parts = flat.reshape(clients, shape[1], shape[0] // clients, *shape[2:])
         return cls(parts.transpose(1, 2).reshape(shape), clients)
 
 
 class _Lanes:
-    """Streams on which calls of different clients run beside each other; without any, one after the other.
+    """Streams on which the calls of different clients run in parallel; without streams, one after the other.
 
-    A client stays on its stream. What crosses between streams is held until the step is over, since memory that is let
-    go may be written again by the stream it came from.
+    A client stays on its stream. Tensors that cross streams are held until the end of the step, since the stream that
+    allocated them may reuse their memory once they are freed.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
@@ -466,63 +414,64 @@ class _Lanes:
             self._held.extend(tensors)
 
     def fork(self) -> None:
-        """What follows on the streams sees what was done so far."""
+        """Let the streams wait for the work so far."""
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream())
 
     def join(self) -> None:
-        """What follows sees what the streams have done."""
+        """Wait for the streams."""
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
 
     def finish(self) -> None:
-        """The step is over."""
+        """End the step: wait, and release what was held."""
         self.join()
         self._held.clear()
 
 
 class _Pool:
-    """Max pooling without overlap. Of equal values the first one gets the gradient, as torch has it."""
+    """Max pooling without overlap. Of equal values the first gets the gradient, as in torch."""
 
     def __init__(self, size: int, lanes: _Lanes) -> None:
         self._size, self._lanes = size, lanes
         self._kept: Any = None
 
-    def ahead(self, h: Any, keep: bool) -> Any:
+    def forward(self, h: Any, keep: bool) -> Any:
         if isinstance(h, _Planes):
-            return _Planes(self.ahead(h.tensor, keep), h.clients)
-        if isinstance(h, list) and self._size == 2 and not h[0].is_cuda:
-            # torch's own kernel is several times slower on a CPU than two maxima of halves.
-            parts = [_halved(part, keep) for part in h]
-            self._kept = [kept for _, kept in parts]
-            return [out for out, _ in parts]
-        if isinstance(h, list):
-            found = self._lanes.each(lambda part: functional.max_pool2d(part, self._size, return_indices=True), h)
-            self._kept = [(part, index) for part, (_, index) in zip(h, found, strict=True)]
-            return [out for out, _ in found]
-        out, index = functional.max_pool2d(h, self._size, return_indices=True)
-        self._kept = (h, index)
-        return out
+            return _Planes(self.forward(h.tensor, keep), h.clients)
+        if not isinstance(h, list):
+            out, self._kept = self._pooled(h, keep)
+            return out
+        found = self._lanes.each(lambda part: self._pooled(part, keep), h)
+        self._kept = [kept for _, kept in found]
+        return [out for out, _ in found]
 
-    def back(self, delta: Any) -> Any:
+    def backward(self, delta: Any) -> Any:
         if isinstance(delta, _Planes):
-            return _Planes(self.back(delta.tensor), delta.clients)
-        if isinstance(delta, list) and self._size == 2 and not delta[0].is_cuda:
-            return [_doubled(d, *kept) for d, kept in zip(delta, self._kept, strict=True)]
-        if isinstance(delta, list):
-            return self._lanes.each(lambda d, kept: self._torch_back(d, *kept), delta, self._kept)
-        return self._torch_back(delta, *self._kept)
+            return _Planes(self.backward(delta.tensor), delta.clients)
+        if not isinstance(delta, list):
+            return self._unpooled(delta, self._kept)
+        return self._lanes.each(self._unpooled, delta, self._kept)
 
-    def _torch_back(self, delta: Tensor, x: Tensor, index: Tensor) -> Tensor:
-        if delta.is_cuda:  # each value went into one maximum at most: it is enough to put the gradients back
-            return functional.max_unpool2d(delta, index, [self._size, self._size], output_size=list(x.shape[-2:]))
+    def _pooled(self, x: Tensor, keep: bool) -> tuple[Tensor, Any]:
+        if self._size == 2 and not x.is_cuda:
+            return _halved(x, keep)  # on a CPU torch's own kernel is several times slower
+        out, index = functional.max_pool2d(x, self._size, return_indices=True)
+        return out, (x, index)
+
+    def _unpooled(self, delta: Tensor, kept: Any) -> Tensor:
+        if self._size == 2 and not delta.is_cuda:
+            return _doubled(delta, *kept)
+        x, index = kept
         size = [self._size, self._size]
+        if delta.is_cuda:  # pools do not overlap: unpooling is enough
+            return functional.max_unpool2d(delta, index, size, output_size=list(x.shape[-2:]))
         found: Tensor = _aten.max_pool2d_with_indices_backward(delta, x, size, size, [0, 0], [1, 1], False, index)
         return found
 
 
 def _halved(x: Tensor, keep: bool) -> tuple[Tensor, Any]:
-    """The maxima of 2x2 squares, and which of the four they are."""
+    """The maxima of 2x2 squares, and their places."""
     height, width = x.shape[-2] // 2 * 2, x.shape[-1] // 2 * 2
     left, right = x[..., :height, 0:width:2], x[..., :height, 1:width:2]
     rows = torch.maximum(left, right)  # [..., H, W / 2]
@@ -548,42 +497,26 @@ def _doubled(delta: Tensor, is_left: Tensor, is_top: Tensor, shape: torch.Size) 
 def plain_network(network: Network, loss: Loss) -> tuple[list[nn.Module], list[list[int]]] | None:
     """The layers of a plain network in order, and the places of each one's parameters in the layout.
 
-    None if there is a layer or a loss that hand-written code does not know, buffers, or parameters that are shared.
+    None if hand-written code does not support a layer or the loss, or if there are buffers or shared parameters.
     """
-    layers = _plain_layers(network.module)
-    for place in range(len(layers or ()) - 1):
-        assert layers is not None
+    layers = _leaves(network.module)
+    if not all(_is_plain(layer) for layer in layers) or loss is not cross_entropy or network.layout.buffers:
+        return None
+    for place in range(len(layers) - 1):
         if isinstance(layers[place], nn.ReLU) and isinstance(layers[place + 1], nn.MaxPool2d):
-            layers[place : place + 2] = layers[place + 1], layers[place]  # the same, of fewer numbers
-    if layers is None or loss is not cross_entropy or network.layout.buffers:
-        return None
-    own = [p for layer in layers if isinstance(layer, nn.Linear | nn.Conv2d) for p in layer.parameters()]
-    named = list(network.named_parameters())
-    distinct = len({id(p) for p in own}) == len(own) and len({id(p) for _, p in named}) == len(named)
-    if not own or not distinct or len(own) != len(network.layout.parameters):
-        return None
+            layers[place : place + 2] = layers[place + 1], layers[place]  # the same result, with fewer values
+    own = [list(layer.parameters()) for layer in layers]  # weight, then bias
+    used = [id(p) for parameters in own for p in parameters]
+    names = {id(p): name for name, p in network.module.named_parameters()}
     places = {slot.name: place for place, slot in enumerate(network.layout.parameters)}
-    names = {id(p): name for name, p in named}
-    found = [
-        [places[names[id(p)]] for p in (layer.weight, layer.bias) if p is not None]
-        if isinstance(layer, nn.Linear | nn.Conv2d)
-        else []
-        for layer in layers
-    ]
-    return layers, found
+    if not used or len(set(used)) != len(used) or len(used) != len(places):
+        return None
+    return layers, [[places[names[id(p)]] for p in parameters] for parameters in own]
 
 
-def _plain_layers(module: nn.Module) -> list[nn.Module] | None:
-    """The layers of a plain stack in order; None if there is one that is not written here."""
-    if type(module) is nn.Sequential:
-        found: list[nn.Module] = []
-        for child in module:
-            below = _plain_layers(child)
-            if below is None:
-                return None
-            found += below
-        return found
-    return [module] if _is_plain(module) else None
+def _leaves(module: nn.Module) -> list[nn.Module]:
+    """The layers of nested Sequentials in order."""
+    return [leaf for child in module for leaf in _leaves(child)] if type(module) is nn.Sequential else [module]
 
 
 def _is_plain(layer: nn.Module) -> bool:

@@ -1,17 +1,18 @@
-"""Plain networks trained by a small C++ program, compiled on this machine for its own processor (`native.cpp`).
+"""Plain networks trained by a small C++ program, compiled for the processor of this machine (`native.cpp`).
 
-For the networks of `layers.py` (Linear, ReLU, Conv2d, MaxPool2d, Flatten under cross-entropy), on a CPU. A client is
-trained from its first step to its last by one thread, so that its model and its batch stay in the cache of that core;
-several clients at a time by threads. Results do not depend on the number of threads.
+For the networks of `layers.py` (Linear, ReLU, Conv2d, MaxPool2d, Flatten under cross-entropy), on a CPU. One thread
+trains a client from its first step to its last, so that its model and batch stay in the cache of one core; several
+threads train several clients. Results do not depend on the number of threads.
 
-The program is compiled once for a machine (some seconds, then kept in the cache folder) by the C++ compiler that is
-found: `CXX`, or c++, g++, clang++. Where there is none the engine has its other ways.
+The program is compiled once per machine (some seconds, then kept in the cache folder) by the C++ compiler in `CXX`, or
+else c++, g++ or clang++. Without a compiler the engine uses its other plans.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import shlex
@@ -19,7 +20,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coterie.client.batches import StepCounts
+from coterie.client.batches import Batch, StepCounts
 from coterie.client.stack import Job, Plan, train_job
 from coterie.client.work import SGD, Corrected, FirstOrderMAML, Proximal, Stack
 from coterie.engines.cache import cache_folder
@@ -36,20 +37,20 @@ from coterie.nets.flat import Loss, Network
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
 _KINDS: dict[type[nn.Module], int] = {nn.Linear: 0, nn.Conv2d: 1, nn.ReLU: 2, nn.MaxPool2d: 3, nn.Flatten: 4}
-_WORKS = (SGD, Proximal, Corrected, FirstOrderMAML)  # other work is done step by step, with gradients from here
+_WORKS = (SGD, Proximal, Corrected, FirstOrderMAML)  # other work makes its steps in Python, with gradients from here
 
-_SAMPLE_BYTES = 32 << 20  # of samples that are put in order at a time
+_SAMPLE_BYTES = 32 << 20  # of samples gathered at a time
 
 _lock = threading.Lock()
 _loaded: dict[torch.dtype, Any] = {}
 
 
 class NotNative(Exception):
-    """Why the program cannot be used here."""
+    """The compiled program cannot be used; the message gives the reason."""
 
 
 def library(dtype: torch.dtype) -> Any:
-    """The compiled program for this type of numbers, compiled now if it was not before; NotNative says why not."""
+    """The program for this float type, compiled if necessary; raises NotNative."""
     with _lock:
         if dtype not in _loaded:
             try:
@@ -69,28 +70,24 @@ def _compiler() -> list[str]:
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]
-    raise NotNative("there is no C++ compiler; set CXX, or install one")
+    raise NotNative("there is no C++ compiler; install one or set CXX")
 
 
 def _compiled(dtype: torch.dtype) -> Path:
-    """The file of the program; its name tells all it depends on."""
+    """The file of the compiled program; its name is a digest of everything it depends on."""
     if dtype not in (torch.float32, torch.float64):
-        raise NotNative(f"it is not written for {dtype}")
+        raise NotNative(f"it does not support {dtype}")
     source = files("coterie.engines.kernels").joinpath("native.cpp").read_text(encoding="utf-8")
     command = [*_compiler(), *_FLAGS, *(["-DDOUBLE"] if dtype == torch.float64 else [])]
-    key = hashlib.sha256("\0".join([source, *command, _version(command[0]), *_processor()]).encode()).hexdigest()[:24]
+    version = _run([command[0], "--version"], 30).stdout
+    key = hashlib.sha256("\0".join([source, *command, version, *_processor()]).encode()).hexdigest()[:24]
     path = cache_folder() / "native" / f"{key}.so"
     if path.exists():
         return path
     with tempfile.TemporaryDirectory(prefix="coterie-") as folder:
         text, made = Path(folder, "native.cpp"), Path(folder, "native.so")
         text.write_text(source, encoding="utf-8")
-        try:
-            done = subprocess.run(
-                [*command, "-o", str(made), str(text)], capture_output=True, text=True, timeout=120, check=False
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise NotNative(f"{command[0]} cannot be run ({error})") from error
+        done = _run([*command, "-o", str(made), str(text)], 120)
         if done.returncode or not made.exists():
             raise NotNative(f"{command[0]} failed: {(done.stderr.strip().splitlines() or ['no message'])[0][:160]}")
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -100,72 +97,56 @@ def _compiled(dtype: torch.dtype) -> Path:
     return path
 
 
-def _version(compiler: str) -> str:
+def _run(command: list[str], seconds: int) -> subprocess.CompletedProcess[str]:
     try:
-        told = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except (OSError, subprocess.SubprocessError) as error:
-        raise NotNative(f"{compiler} cannot be run ({error})") from error
-    return told.stdout
+        raise NotNative(f"{command[0]} cannot be run ({error})") from error
 
 
 def _processor() -> list[str]:
-    """What `-march=native` depends on: the cache folder may be shared by several machines."""
+    """What `-march=native` depends on: several machines may share the cache folder."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            told = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
+            found = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
     except OSError:
-        told = []
-    return [platform.machine(), platform.processor(), *dict.fromkeys(told)]
+        found = []
+    return [platform.machine(), platform.processor(), *dict.fromkeys(found)]
 
 
 class NativeKernel:
     """Gradients, outputs and whole trainings by the compiled program."""
 
-    def __init__(self, network: Network, table: Tensor, places: Sequence[int], threads: int) -> None:
-        self._layout, self._dtype = network.layout, network.dtype
-        self._threads = threads
+    def __init__(self, network: Network, table: Tensor, places: list[int], threads: int) -> None:
+        self._layout, self._dtype, self._threads = network.layout, network.dtype, threads
         self._library = library(self._dtype)
         self._table = table  # int64 [layers, fields], see Layer in native.cpp
-        slots = self._layout.parameters
-        self._places = list(places)  # of parameters in the layout, in the order of the table
-        self._offsets = torch.tensor([slots[place].start for place in self._places])
+        self._places = places  # of the parameters in the layout, in the order of the table
+        self._offsets = torch.tensor([self._layout.parameters[place].start for place in places])
         self._outputs = int(table[-1, 4])
-        self._sample = int(table[0, 1] * table[0, 2] * table[0, 3])
+        self._sample = int(table[0, 1] * table[0, 2] * table[0, 3])  # numbers per sample
+        self.sample_bytes = self._sample * self._dtype.itemsize
 
     @classmethod
     def of(cls, network: Network, loss: Loss, input_shape: Sequence[int], threads: int) -> NativeKernel | None:
-        """The kernel of a network; None if a layer, the loss or a shape is not written there. Raises NotNative."""
+        """The kernel of a network; None if a layer, the loss or a shape is not supported. Raises NotNative."""
         found = plain_network(network, loss)
-        if found is None:
+        table = None if found is None else _table(found[0], tuple(input_shape))
+        if found is None or table is None:
             return None
-        layers, places = found
-        described = _describe(layers, tuple(input_shape))
-        if described is None:
-            return None
-        order = [place for own in places for place in own]
-        return cls(network, described, order, threads)
+        return cls(network, table, [place for own in found[1] for place in own], threads)
 
-    def gradients(
-        self, params: Stack, buffers: Stack, x: Tensor, y: Tensor, mask: Tensor | None, keys: Tensor
-    ) -> Stack:
+    def gradients(self, params: Stack, buffers: Stack, batch: Batch) -> Stack:
         """See `Kernel.gradients`."""
         own = [params[place].contiguous() for place in self._places]
         found = [torch.empty_like(p) for p in own]
-        x, y = x.to(self._dtype).contiguous(), y.contiguous()
-        mask = None if mask is None else mask.to(self._dtype).contiguous()
-        clients, batch = x.shape[:2]
+        x, y = batch.x.to(self._dtype).contiguous(), batch.y.contiguous()
+        mask = None if batch.mask is None else batch.mask.to(self._dtype).contiguous()
+        clients, size = x.shape[:2]
         numel = torch.tensor([p[0].numel() for p in own])
-        self._check(
-            self._library.gradients(
-                _at(self._table), _long(len(self._table)), _long(clients), _long(self._threads), _long(batch),
-                _pointers(own), _at(numel), _pointers(found),
-                _at(x), _long(batch * self._sample), _at(y), _at(mask),
-            )
-        )  # fmt: skip
-        in_order: list[Tensor | None] = [None] * len(params)
-        for place, tensor in zip(self._places, found, strict=True):
-            in_order[place] = tensor
-        return [tensor for tensor in in_order if tensor is not None]
+        models = (own, numel, found)
+        self._call("gradients", clients, self._threads, size, *models, x, size * self._sample, y, mask)
+        return [tensor for _, tensor in sorted(zip(self._places, found, strict=True), key=lambda pair: pair[0])]
 
     def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
         """See `Kernel.outputs`."""
@@ -174,48 +155,39 @@ class NativeKernel:
         shared = models > 1 and x.stride(0) == 0
         x = x[:1].contiguous() if shared else x.contiguous()
         result = torch.empty(models, samples, self._outputs, dtype=self._dtype)
-        self._check(
-            self._library.outputs(
-                _at(self._table), _long(len(self._table)), _long(models), _long(self._threads), _at(self._offsets),
-                _at(flat), _long(flat.shape[1]), _at(x), _long(0 if shared else samples * self._sample),
-                _long(samples), _at(result),
-            )
-        )  # fmt: skip
+        stride = 0 if shared else samples * self._sample
+        weights = (self._offsets, flat, flat.shape[1])
+        self._call("outputs", models, self._threads, *weights, x, stride, samples, result)
         return result
 
     def train(self, job: Job) -> bool:
-        """Train a stack from start to end; False if this work or data is not for the program."""
+        """Train a stack from start to end; False if the program does not support this work."""
         work, batches = job.work, job.batches[0]
         if type(work) not in _WORKS or not work.is_plain:
             return False
         rendered = batches.rendered()
-        x, y, begins = batches.laid_out() if rendered is None else (*rendered, batches.start)
-        clients, counts = len(job.start), job.counts
-        keys = [None if batches.keys is None else batches.keys.contiguous() for batches in job.batches]
+        x, y, begins = batches.own_samples() if rendered is None else (*rendered, batches.start)
+        counts, streams = job.counts, (job.batches[0].keys, job.batches[-1].keys)
+        keys = [None if key is None else key.contiguous() for key in streams]
         start = job.start if job.start.stride(1) == 1 else job.start.contiguous()
         result = job.result if job.result.is_contiguous() else torch.empty_like(job.result)
         result[:, self._layout.num_parameters :] = start[:, self._layout.num_parameters :]
-        pull = self._pull(work, job)
         correction = job.extras.get("correction") if isinstance(work, Corrected) else None
         correction = None if correction is None else correction.to(self._dtype).contiguous()
-        inner = work.inner_lr if isinstance(work, FirstOrderMAML) else 0.0
+        width = 0 if correction is None else correction.shape[1]
+        inner = work.inner_lr if isinstance(work, FirstOrderMAML) else 0
         numbers = [begins, counts.sizes, counts.per_epoch, counts.batch, counts.steps]
         numbers = [number.to(torch.int64).contiguous() for number in numbers]
-        self._check(
-            self._library.train(
-                _at(self._table), _long(len(self._table)), _long(result.shape[1]), _long(clients),
-                _long(self._threads), _at(self._offsets), _at(start), _long(start.stride(0)), _at(result),
-                _at(x), _at(y), *(_at(number) for number in numbers), _at(keys[0]), _at(keys[-1]),
-                ctypes.c_double(work.lr), ctypes.c_double(work.momentum), ctypes.c_double(work.weight_decay),
-                _at(pull), _at(correction), _long(0 if correction is None else correction.shape[1]),
-                ctypes.c_double(inner),
-            )
-        )  # fmt: skip
+        models = (self._offsets, start, start.stride(0), result)
+        rates = (float(work.lr), float(work.momentum), float(work.weight_decay))  # an int would be passed as int64
+        extras = (self._prox(work, job), correction, width, float(inner))
+        sizes = (result.shape[1], len(start), self._threads)
+        self._call("train", *sizes, *models, x, y, *numbers, *keys, *rates, *extras)
         if result is not job.result:
             job.result.copy_(result)
         return True
 
-    def _pull(self, work: SGD, job: Job) -> Tensor | None:
+    def _prox(self, work: SGD, job: Job) -> Tensor | None:
         if not isinstance(work, Proximal):
             return None
         each = job.extras.get("prox")
@@ -223,20 +195,16 @@ class NativeKernel:
             return each.to(self._dtype).contiguous()
         return torch.full((len(job.start),), work.prox, dtype=self._dtype) if work.prox else None
 
-    @property
-    def sample_bytes(self) -> int:
-        """Of one sample."""
-        return self._sample * self._dtype.itemsize
-
-    def _check(self, failed: int) -> None:
-        if failed:
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the program, whose first arguments are the layers and their number."""
+        if getattr(self._library, name)(*map(_as_c, (self._table, len(self._table), *arguments))):
             raise MemoryError("the compiled program ran out of memory")
 
 
 class NativePlan(Plan):
-    """Clients of a chunk all in one call; `workers` threads inside it.
+    """All clients of a chunk in one call, with `workers` threads inside it.
 
-    Where samples do not lie ready (`scattered`), so many clients at a time as have their samples put in order.
+    If samples are not rendered (`scattered`), as many clients per call as fit their samples into `_SAMPLE_BYTES`.
     """
 
     def __init__(self, kernel: NativeKernel, piece: int, workers: int, scattered: bool = False) -> None:
@@ -248,8 +216,8 @@ class NativePlan(Plan):
         if not self._native.train(job):
             train_job(job, self._native)
 
-    def each(self, function: Any, counts: StepCounts) -> None:
-        """The whole plan at once: nobody has to keep in step."""
+    def each(self, function: Callable[[slice], None], counts: StepCounts) -> None:
+        """All clients at once: the program trains each on its own."""
         count, at_once = len(counts.sizes), len(counts.sizes)
         if self._scattered:
             at_once = max(self.workers, _SAMPLE_BYTES // max(1, int(counts.sizes.max()) * self._native.sample_bytes))
@@ -257,23 +225,22 @@ class NativePlan(Plan):
             function(slice(start, min(start + at_once, count)))
 
 
-def _describe(layers: Sequence[nn.Module], shape: tuple[int, ...]) -> Tensor | None:
-    """The table of layers, with all shapes; None where one is not written in the program."""
+def _table(layers: Sequence[nn.Module], shape: tuple[int, ...]) -> Tensor | None:
+    """The table of layers with all shapes; None if the program does not support one."""
     size = (*shape, 1, 1) if len(shape) == 1 else shape
-    pictures = any(isinstance(layer, nn.Conv2d | nn.MaxPool2d) for layer in layers)
+    images = any(isinstance(layer, nn.Conv2d | nn.MaxPool2d) for layer in layers)
     if len(size) != 3 or not isinstance(layers[-1], nn.Linear):
         return None
-    if not pictures:
-        size = (size[0] * size[1] * size[2], 1, 1)
+    if not images:
+        size = (math.prod(size), 1, 1)
         if len(shape) > 1 and not isinstance(layers[0], nn.Flatten):
             return None
         layers = [layer for layer in layers if not isinstance(layer, nn.Flatten)]
     elif len(shape) != 3:
         return None
-    rows, place, flat = [], 0, not pictures
+    rows, place, flat = [], 0, not images
     for layer in layers:
-        before, kernel = size, (0, 0, 0, 0, 0, 0)
-        own = [-1, -1]
+        before, kernel, own = size, (0, 0, 0, 0, 0, 0), [-1, -1]
         if isinstance(layer, nn.Linear | nn.Conv2d):
             own = [place, place + 1 if layer.bias is not None else -1]
             place += 1 + (layer.bias is not None)
@@ -286,32 +253,25 @@ def _describe(layers: Sequence[nn.Module], shape: tuple[int, ...]) -> Tensor | N
             assert not isinstance(layer.padding, str)
             pad_y, pad_x = layer.padding
             kernel = (high, wide, down, right, pad_y, pad_x)
-            size = (
-                layer.out_channels,
-                (size[1] + 2 * pad_y - high) // down + 1,
-                (size[2] + 2 * pad_x - wide) // right + 1,
-            )
+            rows_out, columns_out = (size[1] + 2 * pad_y - high) // down + 1, (size[2] + 2 * pad_x - wide) // right + 1
+            size = (layer.out_channels, rows_out, columns_out)
         elif isinstance(layer, nn.MaxPool2d):
-            assert isinstance(layer.kernel_size, int)
-            kernel = (layer.kernel_size, layer.kernel_size, layer.kernel_size, layer.kernel_size, 0, 0)
-            size = (size[0], size[1] // layer.kernel_size, size[2] // layer.kernel_size)
+            pool = layer.kernel_size
+            assert isinstance(pool, int)
+            kernel = (pool, pool, pool, pool, 0, 0)
+            size = (size[0], size[1] // pool, size[2] // pool)
         elif isinstance(layer, nn.Flatten):
             if flat:
                 return None
-            size, flat = (size[0] * size[1] * size[2], 1, 1), True
+            size, flat = (math.prod(size), 1, 1), True
         rows.append([_KINDS[type(layer)], *before, *size, *kernel, *own])
-    if not rows or not all(isinstance(n, int) for row in rows for n in row):
-        return None
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _at(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def _long(value: int) -> ctypes.c_int64:
-    return ctypes.c_int64(value)
-
-
-def _pointers(tensors: Sequence[Tensor]) -> Any:
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+def _as_c(value: Any) -> Any:
+    """An argument of a C function: an int64, a double, a pointer, or an array of pointers."""
+    if value is None or isinstance(value, Tensor):
+        return ctypes.c_void_p(None if value is None else value.data_ptr())
+    if isinstance(value, list):
+        return (ctypes.c_void_p * len(value))(*(tensor.data_ptr() for tensor in value))
+    return ctypes.c_double(value) if isinstance(value, float) else ctypes.c_int64(value)

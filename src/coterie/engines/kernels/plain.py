@@ -5,40 +5,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coterie.client.batches import Batch
 from coterie.client.work import Stack
-from coterie.nets.flat import Layout, Loss, Network
+from coterie.nets.flat import Loss, Network
 
 
 class PlainKernel:
-    """Autograd on one model; a stack of several is done one after the other."""
+    """Autograd on one model after the other."""
 
     def __init__(self, network: Network, loss: Loss) -> None:
-        self._network, self._loss = network, loss
-        self._layout: Layout = network.layout
+        self._network, self._loss, self._layout = network, loss, network.layout
 
-    def gradients(
-        self, params: Stack, buffers: Stack, x: Tensor, y: Tensor, mask: Tensor | None, keys: Tensor
-    ) -> Stack:
+    def gradients(self, params: Stack, buffers: Stack, batch: Batch) -> Stack:
         """See `Kernel.gradients`."""
         found = []
-        for i in range(len(x)):
-            rows = slice(None) if mask is None else mask[i].bool()
-            found.append(
-                self._gradient([p[i] for p in params], [b[i] for b in buffers], x[i][rows], y[i][rows], keys[i])
-            )
+        gradient = self._gradient if self._network.keyed else self._seeded_gradient
+        for i, (x, y) in enumerate(zip(batch.x, batch.y, strict=True)):
+            rows = slice(None) if batch.mask is None else batch.mask[i].bool()
+            found.append(gradient([p[i] for p in params], [b[i] for b in buffers], x[rows], y[rows], batch.keys[i]))
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
-    def _gradient(self, params: Stack, buffers: Stack, x: Tensor, y: Tensor, key: Tensor) -> Stack:
+    def _gradient(
+        self, params: Stack, buffers: Stack, x: Tensor, y: Tensor, key: Tensor, mask: Tensor | None = None
+    ) -> Stack:
         leaves = [p.detach().requires_grad_() for p in params]
-        named = {slot.name: leaf for slot, leaf in zip(self._layout.parameters, leaves, strict=True)}
-        named |= {slot.name: buffer for slot, buffer in zip(self._layout.buffers, buffers, strict=True)}
-        devices = [x.device] if x.is_cuda else []
-        with torch.enable_grad(), torch.random.fork_rng(devices=devices, enabled=not self._network.keyed):
-            if not self._network.keyed:
-                torch.manual_seed(int(key) & ((1 << 63) - 1))
-            outputs = self._network(named, x, train=True, key=key, alone=True)
-            loss = self._loss(outputs, y).mean()
+        named = {slot.name: leaf for slot, leaf in zip(self._layout.slots, (*leaves, *buffers), strict=True)}
+        with torch.enable_grad():
+            losses = self._loss(self._network(named, x, train=True, mask=mask, key=key, alone=True), y)
+            loss = losses.mean() if mask is None else (losses * mask).sum() / mask.sum()
         return list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+
+    def _seeded_gradient(self, params: Stack, buffers: Stack, x: Tensor, y: Tensor, key: Tensor) -> Stack:
+        """For a network that draws from torch's generator."""
+        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+            torch.manual_seed(int(key) & ((1 << 63) - 1))
+            return self._gradient(params, buffers, x, y, key)
 
     def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
         """See `Kernel.outputs`."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.client.batches import Batch
 from coterie.client.work import Stack
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.nets.flat import Loss, Network, Tensors
@@ -16,8 +17,7 @@ class StackedKernel:
     """Gradients and outputs of c models at once."""
 
     def __init__(self, network: Network, loss: Loss, compiled: bool = False) -> None:
-        self._network, self._loss = network, loss
-        self._layout = network.layout
+        self._network, self._loss, self._layout = network, loss, network.layout
         self._names = [slot.name for slot in self._layout.parameters]
         self._buffer_names = [slot.name for slot in self._layout.buffers]
         gradient = torch.func.grad(self._mean_loss, has_aux=True)
@@ -36,28 +36,26 @@ class StackedKernel:
         mean = losses.mean() if mask is None else (losses * mask).sum() / mask.sum()
         return mean, buffers
 
-    def gradients(
-        self, params: Stack, buffers: Stack, x: Tensor, y: Tensor, mask: Tensor | None, keys: Tensor
-    ) -> Stack:
+    def gradients(self, params: Stack, buffers: Stack, batch: Batch) -> Stack:
         """See `Kernel.gradients`."""
         named = dict(zip(self._names, params, strict=True))
         kept = dict(zip(self._buffer_names, buffers, strict=True))
-        found, changed = self._called(self._plain if mask is None else self._masked, named, kept, x, y, mask, keys)
+        found, changed = self._called(self._plain if batch.mask is None else self._masked, named, kept, *batch)
         for name, buffer in kept.items():
             buffer.copy_(changed[name])
         return [found[name] for name in self._names]
 
-    compile_error: str | None = None  # why the compiler is not used, though it was asked for
+    compile_error: str | None = None  # why torch.compile was requested but is not used
 
     def _called(self, function: Any, *arguments: Any) -> Any:
-        """What the compiler cannot do is done without it."""
+        """Call the compiled function; without the compiler, once it has failed."""
         if self._compiled is None:
             return function(*arguments)
         try:
             if function not in self._compiled:
                 self._compiled[function] = torch.compile(function, dynamic=False)
             return self._compiled[function](*arguments)
-        except Exception as error:  # compilers raise many kinds
+        except Exception as error:  # the compiler raises many kinds
             self.compile_error = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
             self._compiled = None
             return function(*arguments)
