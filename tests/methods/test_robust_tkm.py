@@ -88,7 +88,7 @@ def test_where_models_do_not_fit_sketches_are_clustered(monkeypatch):
     held, sketched = trainer_of(setup), trainer_of(setup)
     sketched.engine.memory_budget = lambda: 1
     held._start()
-    monkeypatch.setattr("coterie.methods.robust_tkm._WHOLE", 0)
+    monkeypatch.setattr("coterie.methods.parts.start._WHOLE", 0)
     sketched._start()
     assert torch.equal(held.state.labels, sketched.state.labels)
     assert torch.allclose(held.state.centers, sketched.state.centers)

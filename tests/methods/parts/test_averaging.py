@@ -7,11 +7,15 @@ import torch
 
 from coterie.errors import ConfigError
 from coterie.methods.base import algorithms
-from coterie.methods.parts.averaging import Averaging, RobustMeans, robust_mean
+from coterie.methods.parts.averaging import Averaging, HeldModels, robust_mean
 from coterie.methods.parts.clustering import CenterSums
 from tests.helpers import finished, ragged_federation, reserved_for, setup_of, trainer_of
 
 AVERAGING = sorted(key for key, cls in algorithms().items() if issubclass(cls, Averaging))
+
+
+def robust_means(num_clusters, kind):
+    return HeldModels(num_clusters, lambda cluster, rows, weights: robust_mean(rows, kind, 0.2))
 
 
 def column(*values):
@@ -52,7 +56,7 @@ def test_a_fifth_of_bad_members_hardly_moves_the_center(kind):
     generator = torch.Generator().manual_seed(1)
     good = 1 + 0.1 * torch.randn(16, 30, generator=generator)
     rows = torch.cat([good, -50 * torch.ones(4, 30)])
-    means = RobustMeans(2, kind, 0.2)
+    means = robust_means(2, kind)
     means.add(rows[:11], torch.zeros(11, dtype=torch.int64))
     means.add(rows[11:], torch.zeros(9, dtype=torch.int64))
     keep = torch.full((2, 30), 5.0)
@@ -63,10 +67,10 @@ def test_a_fifth_of_bad_members_hardly_moves_the_center(kind):
 
 
 def test_weight_zero_is_left_out():
-    means = RobustMeans(1, "median", 0.2)
+    means = robust_means(1, "median")
     means.add(column(1, 2, 3, 50, 60), torch.zeros(5, dtype=torch.int64), torch.tensor([1, 1, 1, 0, 0]))
     assert float(means.means(torch.zeros(1, 1, dtype=torch.float64))) == 2.0
-    assert float(RobustMeans(1, "median", 0.2).means(torch.ones(1, 1))) == 1.0
+    assert float(robust_means(1, "median").means(torch.ones(1, 1))) == 1.0
 
 
 @pytest.mark.parametrize("name", AVERAGING)

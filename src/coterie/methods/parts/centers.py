@@ -17,7 +17,7 @@ from coterie.client.block import train
 from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState, num_clusters_setting
-from coterie.methods.parts.averaging import Average, Averaging
+from coterie.methods.parts.averaging import Average, Averaging, samples_of
 from coterie.methods.parts.clustering import Sketch, sketch_of, squared_distances
 from coterie.randomness import Rng
 from coterie.settings import setting
@@ -190,12 +190,6 @@ def is_new(chunk: Chunk, state: ClusterState) -> Tensor:
 def rows_of(labels: Tensor, num_clusters: int) -> Tensor:
     """Labels as rows of the table [centers, common model]: a new client has the last row."""
     return torch.where(labels < 0, num_clusters, labels)
-
-
-def samples_of(chunk: Chunk) -> Tensor:
-    """Numbers of samples, where the answer has them; else ones."""
-    samples = chunk.answer.get("samples")
-    return torch.ones(len(chunk.clients), device=chunk.answer.params.device) if samples is None else samples
 
 
 def update_of(params: Tensor, state: ClusterState, engine: Engine) -> Tensor:

@@ -16,15 +16,8 @@ from torch import Tensor
 
 from coterie.engines.base import Engine
 from coterie.methods.base import ClusterState
-from coterie.methods.parts.centers import (
-    REST,
-    C,
-    CenterMethod,
-    RoundUpdate,
-    Watch,
-    first_model_distances,
-    samples_of,
-)
+from coterie.methods.parts.averaging import samples_of
+from coterie.methods.parts.centers import REST, C, CenterMethod, RoundUpdate, Watch, first_model_distances
 from coterie.methods.parts.clustering import kmeans
 from coterie.randomness import Rng
 
