@@ -222,7 +222,7 @@ def test_data_without_classes_are_refused():
     engine, _ = toy(lambda *a: {})
     engine.task = replace(engine.task, num_classes=0)
     state = MDICFL().state_type.common_start(engine, 4)
-    with pytest.raises(ConfigError, match="MD-ICFL makes pseudo data of classes; these data have none."):
+    with pytest.raises(ConfigError, match="MD-ICFL generates pseudo data of classes; these data have none."):
         MDICFL().pseudo(state, engine, RNG)
 
 

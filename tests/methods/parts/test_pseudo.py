@@ -335,7 +335,7 @@ def test_a_network_that_works_on_its_input_in_place_is_no_problem():
 
 @both_samplers
 def test_regression_is_refused(sampler):
-    with pytest.raises(ConfigError, match="made for classes, and this task has none"):
+    with pytest.raises(ConfigError, match="generated for classes, and this task has none"):
         SAMPLERS[sampler](forward_of(make("mlp")), centers_of("mlp"), 0, SHAPE, RNG)
 
 
@@ -351,7 +351,7 @@ def test_a_network_of_whole_numbers_is_refused(sampler):
 
     forward = forward_of(Reads())
     centers = forward.network.initial.double().unsqueeze(0)
-    with pytest.raises(ModelError, match="gives its inputs no gradient"):
+    with pytest.raises(ModelError, match="no gradient with respect to its inputs"):
         made(sampler, forward, centers)
 
 
