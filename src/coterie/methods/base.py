@@ -35,7 +35,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypedDict, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -50,6 +50,14 @@ from coterie.randomness import Rng
 from coterie.settings import setting
 
 
+class Repair(TypedDict):
+    """What the guard repaired, or a split of CFL."""
+
+    round: int
+    cluster: int | None
+    reason: str
+
+
 @dataclass(frozen=True)
 class ClusterState:
     """The state of a clustered method after a round. Subclasses add fields; all are saved."""
@@ -58,7 +66,7 @@ class ClusterState:
     centers: Tensor  # [K, P] on the engine's device
     labels: Tensor  # int64 [N] on the CPU; -1: not seen yet
     stable_rounds: int = 0  # consecutive rounds in which no label and no center changed
-    repairs: list[dict[str, Any]] = field(default_factory=list)  # round, cluster, reason
+    repairs: list[Repair] = field(default_factory=list)
 
     of_clients: ClassVar[tuple[str, ...]] = ()  # fields with a row per client, besides labels
     stored_as: ClassVar[dict[str, str]] = {"stable_rounds": "calm_rounds"}  # names in checkpoints, where they differ

@@ -34,7 +34,7 @@ from torch.nn.functional import normalize
 
 from coterie.client.block import Task, train
 from coterie.engines.base import Chunk, Engine
-from coterie.methods.base import ClusterState, register
+from coterie.methods.base import ClusterState, Repair, register
 from coterie.methods.parts.averaging import Averaging, fits_in_memory
 from coterie.methods.parts.clustering import Sketch, sketch_of
 from coterie.randomness import Rng
@@ -181,7 +181,7 @@ class CFL(Averaging[CFLState]):
             shown=shown,
             born=[*born, engine.round],
             tree=[*state.tree, split],
-            repairs=[*state.repairs, {"round": engine.round, "cluster": fresh, "reason": reason}],
+            repairs=[*state.repairs, Repair(round=engine.round, cluster=fresh, reason=reason)],
             split_models=torch.cat([state.split_models, state.centers[cluster].unsqueeze(0)]),
             split_ways=torch.cat([state.split_ways, ways.unsqueeze(0)]),
         )

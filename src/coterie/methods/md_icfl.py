@@ -212,10 +212,10 @@ class MDICFL(CenterMethod[MDICFLState]):
         drawn = [engine.task.draw(rng.at("model", k)) for k in range(self.num_clusters)]
         models = torch.stack(drawn).to(engine.device, engine.dtype)
         members = (state.labels >= 0).nonzero().flatten()
-        for lap in range(self.witness_rounds):
+        for number in range(self.witness_rounds):
             refs, work = state.labels[members], self.work(engine)
             sums = CenterSums(self.num_clusters, like=models)
-            for chunk in engine.call(train_only, members, models=models, refs=refs, work=work, rng=rng.at(lap)):
+            for chunk in engine.call(train_only, members, models=models, refs=refs, work=work, rng=rng.at(number)):
                 sums.add(chunk.answer.params, state.labels[chunk.clients])
             models = sums.means(keep=models)
         return models

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coterie.engines.base import Engine
-from coterie.methods.base import ClusterState
+from coterie.methods.base import ClusterState, Repair
 from coterie.methods.parts.averaging import samples_of
 from coterie.methods.parts.centers import REST, C, CenterMethod, RoundUpdate, Watch, first_model_distances
 from coterie.methods.parts.clustering import kmeans
@@ -50,7 +50,7 @@ def reassigned(state: C, engine: Engine) -> C:
         return state
     labels = torch.where(wrong, best.indices.cpu(), state.labels)
     reason = f"{int(wrong.sum())} client(s) were nearer to another cluster by their first models, and moved there"
-    repair = {"round": engine.round, "cluster": None, "reason": reason}
+    repair = Repair(round=engine.round, cluster=None, reason=reason)
     return replace(state, labels=labels, repairs=[*state.repairs, repair], stable_rounds=0)
 
 
@@ -85,7 +85,7 @@ def repaired(method: CenterMethod[C], before: C, after: C, engine: Engine, watch
         return after  # no model for the free center
     sizes = f"{len(members) - len(leaving)} and {len(leaving)} clients"
     reason = f"{reason}: cluster {wide} was split into {sizes}"
-    repair = {"round": engine.round, "cluster": broken, "reason": reason}
+    repair = Repair(round=engine.round, cluster=broken, reason=reason)
     return replace(
         after,
         centers=average.means(keep=after.centers),

@@ -67,8 +67,8 @@ def clustered_start(method: CenterMethod[C], state: C, engine: Engine, rng: Rng,
 def warmed_up(method: CenterMethod[C], state: C, engine: Engine, rng: Rng) -> C:
     """The state whose common model is the mean after `warmup` rounds of plain averaging."""
     one_cluster = torch.zeros_like(state.labels)
-    for lap in range(method.warmup if method.init == "warm" else 0):
-        chunks = method.train_from_common(state, engine, engine.everyone(), rng.at(lap))
+    for number in range(method.warmup if method.init == "warm" else 0):
+        chunks = method.train_from_common(state, engine, engine.everyone(), rng.at(number))
         means, _ = method.averaged(chunks, one_cluster, state.common.unsqueeze(0), engine, weighting="samples")
         state = replace(state, common=means[0])
     return replace(state, centers=state.common.repeat(method.num_clusters, 1))
