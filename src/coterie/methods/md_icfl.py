@@ -30,6 +30,7 @@ from coterie.data.pictures import is_picture, to_shades
 from coterie.engines.base import Chunk, Engine
 from coterie.errors import ConfigError
 from coterie.methods.base import Personal, register
+from coterie.methods.parts.averaging import add_answers
 from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate
 from coterie.methods.parts.clustering import CenterSums
 from coterie.methods.parts.guard import guarded
@@ -215,8 +216,8 @@ class MDICFL(CenterMethod[MDICFLState]):
         for number in range(self.witness_rounds):
             refs, work = state.labels[members], self.work(engine)
             sums = CenterSums(self.num_clusters, like=models)
-            for chunk in engine.call(train_only, members, models=models, refs=refs, work=work, rng=rng.at(number)):
-                sums.add(chunk.answer.params, state.labels[chunk.clients])
+            chunks = engine.call(train_only, members, models=models, refs=refs, work=work, rng=rng.at(number))
+            add_answers(sums, chunks, state.labels)
             models = sums.means(keep=models)
         return models
 

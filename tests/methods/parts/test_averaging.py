@@ -7,8 +7,10 @@ import torch
 
 from coterie.errors import ConfigError
 from coterie.methods.base import algorithms
+from coterie.methods.parts import averaging
 from coterie.methods.parts.averaging import Averaging, HeldModels, robust_mean
 from coterie.methods.parts.clustering import CenterSums
+from coterie.settings import build
 from tests.helpers import finished, ragged_federation, reserved_for, setup_of, trainer_of
 
 AVERAGING = sorted(key for key, cls in algorithms().items() if issubclass(cls, Averaging))
@@ -36,6 +38,14 @@ def test_median_of_even_and_odd():
 def test_krum_keeps_those_with_near_neighbours():
     rows = torch.tensor([[0.0, 0.0], [0.1, 0.0], [0.0, 0.1], [0.1, 0.1], [9.0, -9.0]])
     assert robust_mean(rows, "krum", 0.2).tolist() == pytest.approx([0.05, 0.05])
+
+
+def test_a_registered_robust_mean_is_a_choice_of_every_method(monkeypatch):
+    monkeypatch.setitem(averaging._ROBUST_MEANS, "lowest", lambda rows, share: rows.amin(0))
+    assert float(robust_mean(column(1, 2, 100), "lowest", 0.2)) == 1.0
+    assert build(algorithms()["fesem"], {"robust": "lowest"}, "algorithm").robust == "lowest"
+    with pytest.raises(ConfigError, match=r"robust of RobustTKM must be 'none', .*'krum' or 'lowest'\. Got 'foo'"):
+        build(algorithms()["robust_tkm"], {"robust": "foo"}, "algorithm")
 
 
 def test_two_members_have_a_plain_mean():

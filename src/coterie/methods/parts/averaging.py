@@ -132,6 +132,18 @@ class HeldModels:
         return centers
 
 
+def add_answers(
+    average: Average, chunks: Iterable[Chunk], labels: Tensor, weighting: str = "equal", field: str = "params"
+) -> Tensor:
+    """Add the answers of clients to the clusters of their labels [N]; returns the ids of those who answered [n]."""
+    answered = [labels.new_empty(0)]
+    for chunk in chunks:
+        weights = samples_of(chunk) if weighting == "samples" else None
+        average.add(chunk.answer[field], labels[chunk.clients], weights)
+        answered.append(chunk.clients)
+    return torch.cat(answered)
+
+
 # ---- methods that average ----
 
 
@@ -176,12 +188,8 @@ class Averaging(Algorithm[S]):
         A cluster without an answer keeps its row of `keep` [K, P].
         """
         average = self.mean_of(len(keep), engine, like=keep)
-        answered = [labels.new_empty(0)]
-        for chunk in chunks:
-            weights = samples_of(chunk) if weighting == "samples" else None
-            average.add(chunk.answer[field], labels[chunk.clients], weights)
-            answered.append(chunk.clients)
-        return average.means(keep=keep), torch.cat(answered)
+        answered = add_answers(average, chunks, labels, weighting, field)
+        return average.means(keep=keep), answered
 
     @property
     def trimmed(self) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.engines.base import Engine
 from coterie.methods.base import ClusterState, Repair
-from coterie.methods.parts.averaging import samples_of
+from coterie.methods.parts.averaging import add_answers
 from coterie.methods.parts.centers import REST, C, CenterMethod, RoundUpdate, Watch, first_model_distances
 from coterie.methods.parts.clustering import kmeans
 from coterie.randomness import Rng
@@ -50,8 +50,7 @@ def reassigned(state: C, engine: Engine) -> C:
         return state
     labels = torch.where(wrong, best.indices.cpu(), state.labels)
     reason = f"{int(wrong.sum())} client(s) were nearer to another cluster by their first models, and moved there"
-    repair = Repair(round=engine.round, cluster=None, reason=reason)
-    return replace(state, labels=labels, repairs=[*state.repairs, repair], stable_rounds=0)
+    return _recorded(replace(state, labels=labels), None, reason, engine)
 
 
 def repaired(method: CenterMethod[C], before: C, after: C, engine: Engine, watch: Watch, rng: Rng) -> C:
@@ -74,26 +73,20 @@ def repaired(method: CenterMethod[C], before: C, after: C, engine: Engine, watch
     labels[leaving] = broken
     # The members train once more from the same rows, because their models were not kept.
     average = method.average(before, engine)
-    answered = 0
     engine.begin(engine.round, "repair")
-    for chunk in method.train_from(before, engine, members, rows, rng.at("train")):
-        weights = samples_of(chunk) if method.weighting == "samples" else None
-        average.add(chunk.answer.params, labels[chunk.clients], weights)
-        answered += int((labels[chunk.clients] == broken).sum())
+    chunks = method.train_from(before, engine, members, rows, rng.at("train"))
+    answered = add_answers(average, chunks, labels, method.weighting)
     engine.begin(engine.round, "round")
-    if not answered:
+    if not bool((labels[answered] == broken).any()):
         return after  # no model for the free center
-    sizes = f"{len(members) - len(leaving)} and {len(leaving)} clients"
-    reason = f"{reason}: cluster {wide} was split into {sizes}"
-    repair = Repair(round=engine.round, cluster=broken, reason=reason)
-    return replace(
-        after,
-        centers=average.means(keep=after.centers),
-        labels=labels,
-        repaired_in=engine.round,
-        stable_rounds=0,
-        repairs=[*after.repairs, repair],
-    )
+    reason += f": cluster {wide} was split into {len(members) - len(leaving)} and {len(leaving)} clients"
+    after = replace(after, centers=average.means(keep=after.centers), labels=labels, repaired_in=engine.round)
+    return _recorded(after, broken, reason, engine)
+
+
+def _recorded(state: C, cluster: int | None, reason: str, engine: Engine) -> C:
+    repair = Repair(round=engine.round, cluster=cluster, reason=reason)
+    return replace(state, repairs=[*state.repairs, repair], stable_rounds=0)
 
 
 def _find_broken(state: ClusterState, updates: Tensor, engine: Engine) -> tuple[int | None, str]:
