@@ -14,7 +14,7 @@ import operator
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from coterie.errors import ConfigError, UnknownName, nearest_name
@@ -38,16 +38,17 @@ def setting(
     le: float | None = None,
     lt: float | None = None,
     flag: bool | str = False,
-    choices: Iterable[str] = (),
+    choices: Collection[str] = (),
     default_is: str = "",
 ) -> Any:
     """A dataclass field with a help line and, for numbers, bounds (which do not apply to words).
 
     `flag=True` gives it a flag of its own name, `flag="--clusters -k"` flags of other names. `choices` are the names a
-    word can be, where they are not known to its type. `default_is` describes a default that is not a fixed value.
+    word can be, where its type does not list them; a registry given here may grow later. `default_is` describes a
+    default that is not a fixed value.
     """
     limits = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-    more = {"flag": flag, "choices": tuple(choices), "default_is": default_is}
+    more = {"flag": flag, "choices": choices, "default_is": default_is}
     return dataclasses.field(default=default, metadata={"help": help, **limits, **more})
 
 
@@ -119,7 +120,7 @@ def fields_of(cls: type) -> dict[str, Field]:
         told = item.metadata
         bounds = {sign: told[sign] for sign in _COMPARE if told[sign] is not None}
         flags = f"--{item.name.replace('_', '-')}" if told["flag"] is True else told["flag"] or ""
-        more = (tuple(flags.split()), told["choices"], told["default_is"])
+        more = (tuple(flags.split()), tuple(told["choices"]), told["default_is"])
         found[item.name] = Field(item.name, hints[item.name], item.default, told["help"], bounds, *more)
     return found
 
@@ -129,7 +130,8 @@ def check(obj: Any) -> None:
     owner = type(obj).__name__
     for field in fields_of(type(obj)).values():
         value = getattr(obj, field.name)
-        if not _is_of(field.kind, value) or not _within(field.bounds, value):
+        is_listed = not field.choices or value in field.choices
+        if not (_is_of(field.kind, value) and _within(field.bounds, value) and is_listed):
             raise ConfigError(f"{field.name} of {owner} must be {field.expected}. Got {value!r} instead.")
 
 

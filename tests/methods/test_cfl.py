@@ -45,7 +45,7 @@ def run_on(kinds, names=None, rounds=30, cohorts=None, **settings):
     return method, engine, state
 
 
-# The kinds are dealt out so that positions inside a cluster are never the ids of its clients.
+# The kinds are ordered so that positions inside a cluster are never the ids of its clients.
 KINDS = [(5 * i + i // 8) % 8 for i in range(24)]
 
 
@@ -111,7 +111,7 @@ def test_absent_members_go_with_those_they_are_like():
     assert same_partition(state.labels, kinds)
 
 
-def test_who_was_not_met_before_a_split_walks_down_the_tree():
+def test_who_was_not_seen_before_a_split_walks_down_the_tree():
     kinds = [0, 7, 0, 7, 0, 7]
     _, _, state = run_on(kinds, rounds=3, cohorts=[[2, 3, 4, 5], [0, 1, 2, 3], [2, 3, 4, 5]], rest=0)
     assert [split["round"] for split in state.tree] == [1]

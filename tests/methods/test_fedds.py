@@ -153,8 +153,7 @@ def test_without_indicator_samples_there_is_one_sentence(method):
         trainer.run()
     message = str(caught.value)
     assert message == (
-        f"{method.__name__} compares models on samples of the server's own; "
-        "hold some out with --set scenario.reserve=10."
+        f"{method.__name__} compares models on the server's own samples; hold some out with --set scenario.reserve=10."
     )
     assert not trainer.engine.ledger.entries  # before anybody is asked
 

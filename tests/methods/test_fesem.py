@@ -208,9 +208,9 @@ def test_guard_moves_clients_that_were_put_wrong_at_the_start():
     wrong = right.clone()
     wrong[0] = 1 - wrong[0]
     engine.begin(2, "round")
-    mended = reassigned(replace(state, labels=wrong), engine)
-    assert torch.equal(mended.labels, right)
-    assert mended.repairs == [
+    repaired = reassigned(replace(state, labels=wrong), engine)
+    assert torch.equal(repaired.labels, right)
+    assert repaired.repairs == [
         {
             "round": 2,
             "cluster": None,

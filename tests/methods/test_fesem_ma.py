@@ -158,7 +158,7 @@ def test_repaired_clusters_are_matched_means_too():
     for k in range(2):
         members = models[after.labels == k]
         assert len(members) == 2
-        expected, _ = matched_mean(members, PLAN, None, state.centers[k], sweeps=method.sweeps)
+        expected, _ = matched_mean(members, PLAN, state.centers[k], sweeps=method.sweeps)
         assert torch.allclose(after.centers[k], expected, atol=1e-6)
 
 
@@ -177,7 +177,7 @@ class Residual(nn.Module):
 
 def test_a_network_that_cannot_be_matched_is_refused_by_its_layer_before_anybody_is_asked():
     trainer = trainer_of(setup_of(FeSEMMA(num_clusters=2), model=Residual, model_settings={}))
-    with pytest.raises(ModelError, match=r"FeSEM-MA cannot match layer 'second' \(Linear\): .* or fesem\.$"):
+    with pytest.raises(ModelError, match=r"FeSEM-MA cannot match layer 'first' \(Linear\): .* or fesem\.$"):
         trainer.run()
     assert not trainer.engine.ledger.entries
 

@@ -41,8 +41,8 @@ def toy(respond, clients=3):
 
 
 def choose(method, context, chunk, state, engine):
-    x, told = context
-    distances = class_distances(engine.forward, chunk.answer.params, told, x)
+    x, predictions = context
+    distances = class_distances(engine.forward, chunk.answer.params, predictions, x)
     return method.nearest(distances, chunk.clients, state.counts, engine, RNG)
 
 
@@ -75,8 +75,8 @@ def test_the_nearest_center_by_hand():
 
     weak = MDICFL(num_clusters=2)
     for counts in ([[1, 1]] * 3, [[4, 0]] * 3, [[0, 9]] * 3):
-        told = replace(state, counts=torch.tensor(counts))
-        chosen = choose(weak, context, chunk, told, engine)
+        known = replace(state, counts=torch.tensor(counts))
+        chosen = choose(weak, context, chunk, known, engine)
         assert chosen[[0, 2]].tolist() == [0, 1]
 
 
@@ -115,12 +115,12 @@ def test_weak_and_strong_privacy_give_the_same_run(sampler, init, participation)
 def answers_of(method, **schedule):
     """Every answer of a whole run, evaluation included: step -> names of what it tells."""
     trainer = trainer_of(setup_of(method, schedule=Schedule(rounds=4, **schedule)))
-    told: dict[str, set[str]] = {}
+    answers: dict[str, set[str]] = {}
     call = trainer.engine.call
 
     def recorded(step, cohort, **more):
         for chunk in call(step, cohort, **more):
-            told.setdefault(step.__name__, set()).update(chunk.answer)
+            answers.setdefault(step.__name__, set()).update(chunk.answer)
             for name, tensor in chunk.answer.items():
                 wide = {"params": trainer.engine.task.layout.size, "counts": 3}.get(name, 1)
                 assert tensor[0].numel() == wide
@@ -128,16 +128,16 @@ def answers_of(method, **schedule):
 
     trainer.engine.call = recorded
     trainer.run()
-    return told, trainer
+    return answers, trainer
 
 
 @pytest.mark.parametrize("init", ["warm", "paper"])
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_under_strong_privacy_nothing_but_the_nearest_center_is_told_of_labels(init, participation):
-    told, trainer = answers_of(MDICFL(**SMALL, privacy="strong", init=init), participation=participation)
-    assert told == {"train_only": {"params"}, "nearest": {"choice"}, "evaluate_privately": {"accuracy", "f1"}}
+    answers, trainer = answers_of(MDICFL(**SMALL, privacy="strong", init=init), participation=participation)
+    assert answers == {"train_only": {"params"}, "nearest": {"choice"}, "evaluate_privately": {"accuracy", "f1"}}
     steps = {name.partition("/")[2] for name in trainer.engine.ledger.entries}
-    assert steps == set(told)  # the ledger knows of no other
+    assert steps == set(answers)  # the ledger knows of no other
     assert trainer.state.counts.numel() == 0
     assert trainer.state.mean_samples in (0.0, 1.0)
     for row in trainer.progress.rows:
@@ -147,7 +147,7 @@ def test_under_strong_privacy_nothing_but_the_nearest_center_is_told_of_labels(i
 
 
 def test_under_strong_privacy_newcomers_and_repairs_tell_no_more():
-    told, trainer = answers_of(MDICFL(**SMALL, privacy="strong"))
+    answers, trainer = answers_of(MDICFL(**SMALL, privacy="strong"))
     trainer.algorithm.assign(trainer.state, trainer.engine, torch.tensor([1, 2]), RNG)
     centers = trainer.state.centers.clone()
     centers[1] = 100 * RNG.at("far").normal(centers.shape[1])
@@ -155,13 +155,13 @@ def test_under_strong_privacy_newcomers_and_repairs_tell_no_more():
     trainer._round(5)
     assert trainer.state.repairs
     assert "repair/train_only" in trainer.engine.ledger.entries
-    assert told == {"train_only": {"params"}, "nearest": {"choice"}, "evaluate_privately": {"accuracy", "f1"}}
+    assert answers == {"train_only": {"params"}, "nearest": {"choice"}, "evaluate_privately": {"accuracy", "f1"}}
 
 
 def test_under_weak_privacy_label_counts_are_told_once():
-    told, trainer = answers_of(MDICFL(**SMALL))
-    assert told.keys() == {"train_only", "label_counts", "evaluate"}
-    assert (told["train_only"], told["label_counts"]) == ({"params"}, {"counts"})
+    answers, trainer = answers_of(MDICFL(**SMALL))
+    assert answers.keys() == {"train_only", "label_counts", "evaluate"}
+    assert (answers["train_only"], answers["label_counts"]) == ({"params"}, {"counts"})
     entries = trainer.engine.ledger.entries
     assert [name for name in entries if name.endswith("label_counts")] == ["start/label_counts"]
     assert entries["start/label_counts"]["messages"] == 9
@@ -222,7 +222,7 @@ def test_data_without_classes_are_refused():
     engine, _ = toy(lambda *a: {})
     engine.task = replace(engine.task, num_classes=0)
     state = MDICFL().state_type.common_start(engine, 4)
-    with pytest.raises(ConfigError, match="MD-ICFL makes pseudo data of classes; these data have none."):
+    with pytest.raises(ConfigError, match="MD-ICFL generates pseudo data of classes; these data have none."):
         MDICFL().pseudo(state, engine, RNG)
 
 
@@ -263,9 +263,9 @@ def trained():
 @pytest.mark.parametrize("sampler", ["search", "generator"])
 def test_pseudo_samples_are_called_their_class_by_their_own_center(trained, sampler):
     trainer = trained._trainer
-    x, told = MDICFL(sampler=sampler).pseudo(trainer.state, trainer.engine, RNG)
+    x, predictions = MDICFL(sampler=sampler).pseudo(trainer.state, trainer.engine, RNG)
     assert x.shape[:3] == (4, 10, 30)
-    called = told.argmax(-1)  # [K, L, M]
+    called = predictions.argmax(-1)  # [K, L, M]
     share = (called == torch.arange(10).reshape(1, -1, 1)).double().mean((1, 2))
     assert (share >= 0.95).all()
 

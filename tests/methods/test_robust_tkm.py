@@ -58,14 +58,14 @@ def test_the_trimmed_client_gets_a_label_and_moves_no_center():
 def test_labels_never_change_and_each_cluster_trains_its_own():
     method, engine, state = started()
     engine.begin(1, "round")
-    turned = replace(state, labels=1 - state.labels)  # wrong on purpose: the method does not mend
+    turned = replace(state, labels=1 - state.labels)  # wrong on purpose: the method does not repair labels
     after = method.round(turned, engine, engine.everyone(), Rng.seed(1))
     assert torch.equal(after.labels, turned.labels)
     a = int(turned.labels[0])
     assert after.centers[a].tolist() == pytest.approx(HOMES[turned.labels == a].mean(0).tolist())
 
 
-def test_a_client_that_missed_the_start_is_clustered_when_it_is_met():
+def test_a_client_that_missed_the_start_is_clustered_when_it_is_seen():
     method, engine, state = started()
     late = replace(state, labels=state.labels.clone().index_fill(0, torch.tensor([4]), -1))
     engine.begin(1, "round")
@@ -88,7 +88,7 @@ def test_where_models_do_not_fit_sketches_are_clustered(monkeypatch):
     held, sketched = trainer_of(setup), trainer_of(setup)
     sketched.engine.memory_budget = lambda: 1
     held._start()
-    monkeypatch.setattr("coterie.methods.robust_tkm._WHOLE", 0)
+    monkeypatch.setattr("coterie.methods.parts.start._WHOLE", 0)
     sketched._start()
     assert torch.equal(held.state.labels, sketched.state.labels)
     assert torch.allclose(held.state.centers, sketched.state.centers)

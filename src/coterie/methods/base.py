@@ -1,7 +1,7 @@
 """The contract of a method, and the registry of methods.
 
 A method is a frozen dataclass of hyperparameters with four functions over explicit state, as in fedjax and optax.
-FedAvg in its shortest form:
+The shortest FedAvg:
 
 >>> from dataclasses import dataclass, replace
 >>> from typing import ClassVar
@@ -25,7 +25,7 @@ FedAvg in its shortest form:
 >>> result.summary["accuracy"]["macro"] > 0.8
 True
 
-State flows through arguments: what a checkpoint needs is a field of the state, and a state is never changed in place.
+State flows through arguments. What a checkpoint needs is a field of the state, and a state is never changed in place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypedDict, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -50,18 +50,26 @@ from coterie.randomness import Rng
 from coterie.settings import setting
 
 
+class Repair(TypedDict):
+    """What the guard repaired, or a split of CFL."""
+
+    round: int
+    cluster: int | None
+    reason: str
+
+
 @dataclass(frozen=True)
 class ClusterState:
-    """What a clustered method knows after a round, never changed in place. Subclasses add fields; all are saved."""
+    """The state of a clustered method after a round. Subclasses add fields; all are saved."""
 
     common: Tensor  # [P] the common model, for clients not seen yet
     centers: Tensor  # [K, P] on the engine's device
     labels: Tensor  # int64 [N] on the CPU; -1: not seen yet
-    stable_rounds: int = 0  # rounds in a row in which nothing moved
-    repairs: list[dict[str, Any]] = field(default_factory=list)  # round, reason: what the guard repaired
+    stable_rounds: int = 0  # consecutive rounds in which no label and no center changed
+    repairs: list[Repair] = field(default_factory=list)
 
-    of_clients: ClassVar[tuple[str, ...]] = ()  # fields that have a row for each client, labels aside
-    stored_as: ClassVar[dict[str, str]] = {"stable_rounds": "calm_rounds"}  # names in checkpoints that differ
+    of_clients: ClassVar[tuple[str, ...]] = ()  # fields with a row per client, besides labels
+    stored_as: ClassVar[dict[str, str]] = {"stable_rounds": "calm_rounds"}  # names in checkpoints, where they differ
 
     @classmethod
     def common_start(cls, engine: Engine, num_clusters: int, **more: Any) -> Self:
@@ -71,7 +79,7 @@ class ClusterState:
         return cls(common=common, centers=common.repeat(num_clusters, 1), labels=labels, **more)
 
     def with_more_clients(self, count: int) -> Self:
-        """The state with `count` more clients at the end, which were not seen yet."""
+        """The state with `count` more clients at the end, not seen yet."""
         labels = torch.cat([self.labels, torch.full((count,), -1, dtype=torch.int64)])
         more: dict[str, Any] = {}
         for name in self.of_clients:
@@ -82,15 +90,15 @@ class ClusterState:
 
     @property
     def num_clusters(self) -> int:
-        """K as it is now (some methods grow)."""
+        """The present K; it grows in some methods."""
         return len(self.centers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are tensors, by the names they are stored under."""
+        """The tensor fields, by their stored names."""
         return {name: value for name, value in self._stored().items() if isinstance(value, Tensor)}
 
     def plain(self) -> dict[str, Any]:
-        """The other fields: plain values that JSON can hold."""
+        """The other fields: plain JSON values."""
         return {name: value for name, value in self._stored().items() if not isinstance(value, Tensor)}
 
     def _stored(self) -> dict[str, Any]:
@@ -98,7 +106,7 @@ class ClusterState:
 
     @classmethod
     def restore(cls, tensors: dict[str, Tensor], plain: dict[str, Any], device: torch.device) -> Self:
-        """The state that `tensors` and `plain` gave; labels stay on the CPU."""
+        """The inverse of `tensors` and `plain`; integers such as labels stay on the CPU."""
         integers = (torch.int64, torch.int32, torch.bool)
         values: dict[str, Any] = {n: t if t.dtype in integers else t.to(device) for n, t in tensors.items()} | plain
         names = {cls.stored_as.get(item.name, item.name): item.name for item in fields(cls)}
@@ -107,15 +115,12 @@ class ClusterState:
 
 @dataclass(frozen=True)
 class Personal:
-    """Which model each client is evaluated and served with, and how it is adapted.
-
-    Rows of a table; without one, the model that the client itself remembers (`block.OWN_MODEL`).
-    """
+    """The personal models: rows of a table, or without one the model that a client remembers (`block.OWN_MODEL`)."""
 
     models: Tensor | None = None  # [M, P]
     refs: Tensor | None = None  # int64 [n]
-    adapt: Callable[[SGD], SGD] | None = None  # what a client does with it before use, given the run's local work
-    private: bool = False  # whether only scores may leave the client: no losses, no counts
+    adapt: Callable[[SGD], SGD] | None = None  # adaptation before use, given the local work
+    private: bool = False  # only scores may leave the client: no losses, no counts
 
 
 S = TypeVar("S", bound=ClusterState)
@@ -123,23 +128,23 @@ S = TypeVar("S", bound=ClusterState)
 
 @dataclass(frozen=True)
 class Algorithm(abc.ABC, Generic[S]):
-    """A method: hyperparameters and four functions over its state."""
+    """A method: hyperparameters, and functions over its state."""
 
     key: ClassVar[str]
     paper: ClassVar[str] = ""
     state_type: ClassVar[type[ClusterState]] = ClusterState
-    needs_validation: ClassVar[bool] = False  # whether clients judge models on validation samples
+    needs_validation: ClassVar[bool] = False  # whether clients compare models on validation samples
 
     @abc.abstractmethod
     def start(self, task: Task, engine: Engine, rng: Rng) -> S:
-        """The state before the first round; may ask clients, which the ledger shows as the start."""
+        """The state before the first round; may call clients, which the ledger records as the start."""
 
     @abc.abstractmethod
     def round(self, state: S, engine: Engine, cohort: Tensor, rng: Rng) -> S:
-        """One round with the clients of `cohort` (ids [C]); the state after it."""
+        """The state after one round with the clients of `cohort` (ids [C])."""
 
     def personal(self, state: S, clients: Tensor) -> Personal:
-        """The model of each of these clients: its center, or the common start if it was not met yet."""
+        """The personal model of each of these clients: its center, or the common model if it was not seen yet."""
         labels = state.labels[clients]
         if bool((labels >= 0).all()):
             return Personal(state.centers, labels)
@@ -147,11 +152,11 @@ class Algorithm(abc.ABC, Generic[S]):
         return Personal(table, torch.where(labels < 0, len(state.centers), labels))
 
     def assign(self, state: S, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
-        """Labels [n] of clients that were never trained; by default all belong to the one center."""
+        """Labels [n] of clients that never took part; by default all belong to the one center."""
         return torch.zeros(len(newcomers), dtype=torch.int64)
 
     def exhibits(self, state: S, engine: Engine, rng: Rng) -> dict[str, NDArray[Any]]:
-        """Arrays that a report shows of this method beside what all methods have; asked for once, at the end."""
+        """Arrays of this method for the report, computed once at the end of a run."""
         return {}
 
     def should_stop(self, state: S) -> bool:
@@ -159,7 +164,7 @@ class Algorithm(abc.ABC, Generic[S]):
         return False
 
     def check(self, num_clients: int) -> None:
-        """Refuse what cannot work with so many clients."""
+        """Refuse settings that cannot work with this number of clients."""
         clusters = getattr(self, "num_clusters", 1)
         if clusters > num_clients:
             raise ConfigError(
@@ -172,7 +177,7 @@ _ALGORITHMS: dict[str, type[Algorithm[Any]]] = {}
 
 
 def register(cls: type[Algorithm[Any]]) -> type[Algorithm[Any]]:
-    """Class decorator: make a method known by its `key`."""
+    """Class decorator: register a method by its `key`."""
     _ALGORITHMS[cls.key] = cls
     return cls
 
@@ -187,7 +192,7 @@ def algorithms() -> dict[str, type[Algorithm[Any]]]:
 
 
 def find_algorithm(name: str) -> type[Algorithm[Any]]:
-    """The method a user asked for: a registered key, or `module:Class`."""
+    """The method with this name: a registered key, or `module:Class`."""
     if ":" in name:
         found = import_object(name, "algorithm")
         if not (isinstance(found, type) and issubclass(found, Algorithm)):
@@ -200,5 +205,5 @@ def find_algorithm(name: str) -> type[Algorithm[Any]]:
 
 
 def num_clusters_setting(default: int = 4) -> Any:
-    """The field `num_clusters` that every clustered method has (`--clusters`)."""
+    """The field `num_clusters` of clustered methods (`--clusters`)."""
     return setting(default, "number of clusters K", ge=1)

@@ -1,18 +1,20 @@
-"""FedAvg: one model for everyone (McMahan et al. 2017, "Communication-Efficient Learning ...").
+"""FedAvg: one model for all clients (McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from
+Decentralized Data").
 
-Also what the other methods with one center are made of: what a client does (`work`), and what the server does with
-the mean (`moved`).
+A round: every client of the cohort trains the model on its own data; the server averages the results, weighted by
+sample counts. The other methods with one center subclass it and change the local work (`work`), the server's step
+(`moved`) or the round itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from coterie.client.steps import train
+from coterie.client.steps import ClientStep, train
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Engine
@@ -25,7 +27,7 @@ from coterie.settings import setting
 @register
 @dataclass(frozen=True)
 class FedAvg(Averaging[ClusterState]):
-    """The mean of the clients' models, weighted by their samples."""
+    """The mean of the clients' models, weighted by sample counts."""
 
     key: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "McMahan et al. 2017"
@@ -33,25 +35,41 @@ class FedAvg(Averaging[ClusterState]):
     weighting: Literal["samples", "equal"] = setting("samples", "weight of a client in the mean")
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> ClusterState:
-        """The common start."""
+        """The common model."""
         return ClusterState.common_start(engine, num_clusters=1)
 
+    def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
+        """Train from the one center, then average."""
+        mean, answered = self.mean_answer(train, state, engine, cohort, rng, work=self.work(engine))
+        return self.next_state(state, self.moved(state.centers[0], mean, engine), answered)
+
     def work(self, engine: Engine) -> SGD:
-        """What clients do in this round."""
+        """The local work of this round."""
         return engine.task.work.at(engine.round)
 
     def moved(self, center: Tensor, mean: Tensor, engine: Engine) -> Tensor:
-        """The center [P] after a round, from the one before and the mean of what clients made of it."""
+        """The center [P] after a round, from the center before it and the mean of the clients' models."""
         return mean
 
-    def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
-        """Train everywhere from the one center, then average."""
-        average = self.mean_of(1, engine, like=state.centers)
-        labels = state.labels.clone()
+    def mean_answer(
+        self,
+        step: ClientStep,
+        state: ClusterState,
+        engine: Engine,
+        cohort: Tensor,
+        rng: Rng,
+        field: str = "params",
+        **more: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Send the center to the cohort: the mean answer [P], or the center if there is none, and who answered [n]."""
         refs = torch.zeros(len(cohort), dtype=torch.int64)
-        for chunk in engine.call(train, cohort, models=state.centers, refs=refs, work=self.work(engine), rng=rng):
-            weights = chunk.answer.samples if self.weighting == "samples" else None
-            average.add(chunk.answer.params, torch.zeros_like(chunk.clients), weights)
-            labels[chunk.clients] = 0
-        mean = average.means(keep=state.centers)[0]
-        return replace(state, centers=self.moved(state.centers[0], mean, engine).unsqueeze(0), labels=labels)
+        chunks = engine.call(step, cohort, models=state.centers, refs=refs, rng=rng, **more)
+        one_cluster = torch.zeros_like(state.labels)
+        means, answered = self.averaged(
+            chunks, one_cluster, state.centers, engine, weighting=self.weighting, field=field
+        )
+        return means[0], answered
+
+    def next_state(self, state: ClusterState, center: Tensor, answered: Tensor) -> ClusterState:
+        """The state with a new center; clients that answered belong to it."""
+        return replace(state, centers=center.unsqueeze(0), labels=state.labels.index_fill(0, answered, 0))

@@ -1,18 +1,17 @@
-"""FedDS and FedDSMIC: clustering by what models say about indicator samples (Li, Chen, Wang, Ding, Li 2023,
+"""FedDS and FedDSMIC: clustering by predictions on indicator samples (Li, Chen, Wang, Ding, Li 2023,
 "Multi-initial-Center Federated Learning with Data Distribution Similarity-Aware Constraint").
 
-The server holds a few samples of each class that no client has. A client's model goes to the center whose output
-distribution on them is nearest in Kullback-Leibler divergence (Eq. 6-7); a center is the sample-weighted mean of its
-members (Eq. 17). FedDS trains by plain SGD. FedDSMIC trains by first-order MAML on two independent batches (Eq.
-15-16), so that a center is a good start, and a client's personal model is its center after a step or a few on its
-own training data.
+The server holds a few samples of each class that no client has. A client is assigned to the center whose predictions
+on them are nearest in Kullback-Leibler divergence (Eq. 6-7); a center is the sample-weighted mean of its members
+(Eq. 17). FedDS trains by plain SGD. FedDSMIC trains by first-order MAML on two independent batches (Eq. 15-16), so
+that a center is a good starting point; a client's personal model is its center after a few steps on its training data.
 
-Deviation, with its reason: outputs are compared at a temperature of 10, as in distillation. At the paper's 1 a few
-over-sure answers about samples of another kind decide, and on small data single clients flicker between clusters
-(rotated digits: FedDSMIC missed the true groups on 3 of 5 seeds, at 10 on none). `temperature=1` is the paper's.
+Deviation, with its reason: outputs are compared at temperature 10, as in distillation. At the paper's temperature 1 a
+few overconfident predictions on samples of another kind decide, and on small data single clients keep changing their
+cluster (rotated digits: FedDSMIC missed the true groups on 3 of 5 seeds; at 10 on none).
 
-`kl="client"` is the paper's direction, KL(client || center); the authors' code takes the other one, `kl="center"`.
-`init="paper"`: random centers and labels; `"warm"` clusters first models.
+`kl="client"` is the paper's KL(client || center); the authors' code uses the reverse, `kl="center"`. `init="paper"`:
+random centers and labels; `"warm"` clusters first models.
 """
 
 from __future__ import annotations
@@ -34,38 +33,36 @@ from coterie.methods.parts.start import clustered_start, random_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
-_AT_ONCE = 4096  # samples that go through stacked models together
+_AT_ONCE = 4096  # (model, sample) pairs computed together
 
 
 @register
 @dataclass(frozen=True)
 class FedDS(CenterMethod[CenterState]):
-    """K centers; clients go to the one that says the most alike about the server's indicator samples."""
+    """K centers; a client joins the one with the most similar predictions on the server's indicator samples."""
 
     key: ClassVar[str] = "fedds"
     paper: ClassVar[str] = "Li et al. 2023"
 
     weighting: Literal["equal", "samples"] = setting("samples", "weight of a client in its cluster's mean")
-    kl: Literal["client", "center"] = setting("client", "KL(client || center) as in the paper, or the other way round")
+    kl: Literal["client", "center"] = setting("client", "KL(client || center) as in the paper, or the reverse")
     temperature: float = setting(
-        10.0,
-        "softens the outputs that are compared; 1 is the paper's, and noisy where models are sure of nothing",
-        gt=0,
+        10.0, "temperature of the compared outputs; 1 as in the paper, which is noisy on small data", gt=0
     )
-    indicators: int = setting(10, "indicator samples of each class that the server holds", ge=1)
+    indicators: int = setting(10, "indicator samples per class on the server", ge=1)
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> CenterState:
-        """Cluster first models; in the paper K random centers. Refuses early where the server has no samples."""
+        """Cluster first models; in the paper K random centers. Refuses early if the server has no samples."""
         if engine.reserved is None:
             raise ConfigError(
-                f"{type(self).__name__} compares models on samples of the server's own; "
+                f"{type(self).__name__} compares models on the server's own samples; "
                 f"hold some out with --set scenario.reserve={self.indicators}."
             )
         begin = random_start if self.init == "paper" else clustered_start
         return begin(self, self.empty_state(engine), engine, rng)
 
     def round(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> CenterState:
-        """Train, assign to the center that predicts most alike (Eq. 6-7), average by samples (Eq. 17)."""
+        """Train, assign to the center with the nearest predictions (Eq. 6-7), average by samples (Eq. 17)."""
         update = RoundUpdate(self, state, engine)
         centers = self.log_probabilities(state.centers, engine)  # [K, R, L]
         for chunk in self.train(state, engine, cohort, rng.at("train")):
@@ -73,7 +70,7 @@ class FedDS(CenterMethod[CenterState]):
         return guarded(self, state, update, engine, rng)
 
     def assign(self, state: CenterState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
-        """A newcomer trains once from the common model, and is assigned as in a round."""
+        """A newcomer trains once from the common model and is assigned as in a round."""
         labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
         centers = self.log_probabilities(state.centers, engine)
         for chunk in self.train_from_common(state, engine, newcomers, rng.at("train")):
@@ -81,7 +78,7 @@ class FedDS(CenterMethod[CenterState]):
         return labels
 
     def log_probabilities(self, models: Tensor, engine: Engine) -> Tensor:
-        """What models [c, P] predict for the indicator samples: [c, R, L]."""
+        """Predictions of models [c, P] for the indicator samples: [c, R, L]."""
         assert engine.reserved is not None
         x, _ = engine.reserved
         at_once = len(x) if engine.forward.is_light else max(1, _AT_ONCE // max(1, len(models)))
@@ -90,11 +87,11 @@ class FedDS(CenterMethod[CenterState]):
         return (logits / self.temperature).log_softmax(2)
 
     def divergences(self, params: Tensor, centers: Tensor, engine: Engine) -> Tensor:
-        """Eq. 6: KL divergence of each model [c, P] and each center, summed over the indicator samples: [c, K]."""
-        said = self.log_probabilities(params, engine)
+        """Eq. 6: KL divergence of each model [c, P] from each center, summed over the indicator samples: [c, K]."""
+        own = self.log_probabilities(params, engine)
         columns = []
         for center in centers:
-            one, other = (said, center) if self.kl == "client" else (center.expand_as(said), said)
+            one, other = (own, center) if self.kl == "client" else (center.expand_as(own), own)
             columns.append((one.exp() * (one - other)).sum((1, 2)))
         return torch.stack(columns, dim=1)
 
@@ -102,23 +99,22 @@ class FedDS(CenterMethod[CenterState]):
 @register
 @dataclass(frozen=True)
 class FedDSMIC(FedDS):
-    """FedDS whose centers are trained to be good after adapting to the client."""
+    """FedDS whose centers are trained to be good after adaptation to a client."""
 
     key: ClassVar[str] = "feddsmic"
     paper: ClassVar[str] = "Li et al. 2023"
 
-    inner_lr: float = setting(0.01, "step size of the adaptation (eta); large ones make all centers alike", gt=0)
-    adapt_steps: int = setting(1, "steps on the client's training data that make its personal model", ge=1)
+    inner_lr: float = setting(0.01, "learning rate of the adaptation (eta); large values make all centers alike", gt=0)
+    adapt_steps: int = setting(1, "adaptation steps on the client's training data", ge=1)
 
     def work(self, engine: Engine) -> SGD:
         """First-order MAML."""
-        plain = super().work(engine)
-        return FirstOrderMAML.of(plain, self.inner_lr)
+        return FirstOrderMAML.of(super().work(engine), self.inner_lr)
 
     def adaptation(self, work: SGD) -> SGD:
-        """What a client does with its center before it uses it."""
+        """The work that turns the center into the personal model."""
         return SGD(lr=self.inner_lr, steps=self.adapt_steps, batch_size=work.batch_size)
 
     def personal(self, state: CenterState, clients: Tensor) -> Personal:
-        """The center after adapting on the client's training data."""
+        """The center after adaptation on the client's training data."""
         return replace(super().personal(state, clients), adapt=self.adaptation)

@@ -1,16 +1,16 @@
 """FedFomo: every client mixes its own model from those of others (Zhang, Sapra, Fidler, Yeung, Alvarez 2021,
 "Personalized Federated Learning with First Order Model Optimization").
 
-The server keeps the last model of every client, and sends each client of a round `others` of them. On its VALIDATION
-samples the client weighs them by how much better than its own they are for the distance (Eq. 4),
+The server keeps the last model of every client, and sends `others` of them to each client of a round. The client
+weights them on its VALIDATION samples by their gain over its own model per distance (Eq. 4),
 
     w_n = max(0, (L(own) - L(n)) / ||W_n - W_own||),   normalised to sum 1,   W_own += sum of w_n (W_n - W_own)
 
-then it trains on its training samples and sends its model and the weights. Whom it is sent next is decided by the sums
-of the weights it gave, the largest first, except for a share epsilon that is drawn evenly; epsilon falls by
-`epsilon_decay` a round. In the first round nobody has a model yet, and everyone only trains.
+then it trains on its training samples, and sends its model and the weights. In later rounds it receives the models it
+gave the largest weights so far, except for a share epsilon drawn uniformly; epsilon falls by `epsilon_decay` per round.
+In the first round there are no models yet, and clients only train.
 
-The server holds N models, and each client downloads up to `others` of them a round: the price shows in the ledger.
+The server holds N models, and each client downloads up to `others` models per round, as the ledger shows.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from coterie.settings import setting
 
 @client_step("coterie.algorithms.fedfomo:mix_and_train")
 def mix_and_train(block: Block, models: Models, work: SGD) -> Answer:
-    """Mix the own model with those that were sent, by their losses on the validation samples; then train."""
+    """Mix the client's model with the received ones by their losses on the validation samples, then train."""
     own = block.memory.get(OWN_MODEL, block.initial)
     weights = mixing_weights(
         block.losses(own, split="valid"), block.losses(models, split="valid"), own, models.table, models.refs
     )
     mixed = own.clone()
-    for place in range(weights.shape[1]):  # one after the other: all at once would take as many models of memory
+    for place in range(weights.shape[1]):  # one at a time: all together would need m times the memory
         mixed += weights[:, place : place + 1] * (models.table[models.refs[:, place]] - own)
     trained = block.train(mixed, work)
     block.memory.put(OWN_MODEL, trained)
@@ -49,14 +49,14 @@ def mix_and_train(block: Block, models: Models, work: SGD) -> Answer:
 
 @client_step("coterie.algorithms.fedfomo:train_and_send")
 def train_and_send(block: Block, models: Models | None, work: SGD) -> Answer:
-    """Go on training the own model, and send it."""
+    """Continue to train the client's model, and send it."""
     train_own(block, models, work)
     return Answer(params=block.memory.get(OWN_MODEL, block.initial))
 
 
 @client_step("coterie.algorithms.fedfomo:best_of")
 def best_of(block: Block, models: Models, work: SGD) -> Answer:
-    """Which of the models that were sent is best on the validation samples."""
+    """Which of the received models is best on the validation samples."""
     return Answer(choice=block.losses(models, split="valid").argmin(1))
 
 
@@ -71,14 +71,16 @@ def mixing_weights(own_loss: Tensor, losses: Tensor, own: Tensor, table: Tensor,
 
 @dataclass(frozen=True)
 class FomoState(ClusterState):
-    """Everyone's last model, and what everyone has thought of the others'."""
+    """The last model of every client, and the weights that clients gave each other."""
 
     models: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, P]
-    affinity: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, N] sums of weights: row is who judged
+    affinity: Tensor = field(
+        default_factory=lambda: torch.empty(0)
+    )  # [N, N] sums of weights; a row is the client that gave them
     turn: int = 0  # rounds so far
 
     def with_more_clients(self, count: int) -> Self:
-        """They begin with the common start, and nobody has judged them."""
+        """New clients have the common model and no weights."""
         grown = super().with_more_clients(count)
         models = torch.cat([self.models, self.common.repeat(count, 1).to(self.models)])
         return replace(grown, models=models, affinity=torch.nn.functional.pad(self.affinity, (0, count, 0, count)))
@@ -87,19 +89,19 @@ class FomoState(ClusterState):
 @register
 @dataclass(frozen=True)
 class FedFomo(Algorithm[FomoState]):
-    """A model of its own for every client, mixed from those of others that help it."""
+    """One model per client, mixed from the models of others that help it."""
 
     key: ClassVar[str] = "fedfomo"
     paper: ClassVar[str] = "Zhang et al. 2021"
     state_type: ClassVar[type[ClusterState]] = FomoState
     needs_validation: ClassVar[bool] = True
 
-    others: int = setting(5, "models of others that a client is sent in a round (M)", ge=1)
-    epsilon: float = setting(0.3, "share of them that is drawn evenly, in the first round", ge=0, le=1)
-    epsilon_decay: float = setting(0.05, "what epsilon falls by in each round", ge=0, le=1)
+    others: int = setting(5, "models of other clients that a client downloads per round (M)", ge=1)
+    epsilon: float = setting(0.3, "share of them that is drawn uniformly, in the first round", ge=0, le=1)
+    epsilon_decay: float = setting(0.05, "decrease of epsilon per round", ge=0, le=1)
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> FomoState:
-        """Nobody has a model yet."""
+        """All clients have the common model."""
         count, size = engine.num_clients, task.layout.size
         engine.require_memory(2 * count * size * engine.dtype.itemsize, f"FedFomo keeps the models of {count} clients:")
         models = engine.initial().repeat(count, 1)
@@ -107,7 +109,7 @@ class FedFomo(Algorithm[FomoState]):
         return FomoState.common_start(engine, num_clusters=0, models=models, affinity=affinity)
 
     def round(self, state: FomoState, engine: Engine, cohort: Tensor, rng: Rng) -> FomoState:
-        """Everyone mixes from the models of the last round, trains, and sends."""
+        """Clients mix their models from those of the last round, train and send them."""
         refs = self.chosen(state, engine.keys, cohort, rng.at("choice"))
         work = engine.task.work.at(engine.round)
         models, affinity, labels = state.models.clone(), state.affinity.clone(), state.labels.clone()
@@ -117,7 +119,7 @@ class FedFomo(Algorithm[FomoState]):
             call = engine.call(mix_and_train, cohort, models=state.models, refs=refs, work=work, rng=rng.at("train"))
         for chunk in call:
             models[chunk.clients.to(engine.device)] = chunk.answer.params
-            labels[chunk.clients] = chunk.clients  # everyone is a cluster of one
+            labels[chunk.clients] = chunk.clients  # every client is its own cluster
             if refs is not None:
                 given = chunk.answer.weights.float().cpu()
                 rows = chunk.clients.unsqueeze(1).expand_as(given)
@@ -125,45 +127,45 @@ class FedFomo(Algorithm[FomoState]):
         return replace(state, models=models, affinity=affinity, labels=labels, turn=state.turn + 1)
 
     def chosen(self, state: FomoState, keys: Tensor, cohort: Tensor, rng: Rng) -> Tensor | None:
-        """Whose models each client of the cohort is sent, [C, m]; None if there are none to send.
+        """The clients whose models each client of the cohort receives, [C, m]; None if there are none.
 
-        Those it gave most weight so far come first; in a share epsilon of the places, others by chance.
+        By the sum of weights it gave them, largest first; in a share epsilon of the places at random.
         """
-        there = (state.labels >= 0).nonzero().flatten()
-        count = min(self.others, len(there) - 1)
+        seen = (state.labels >= 0).nonzero().flatten()  # [T]
+        count = min(self.others, len(seen) - 1)
         if count < 1:
             return None
         epsilon = max(0.0, self.epsilon - self.epsilon_decay * max(0, state.turn - 1))
         points = rng.keys(keys[cohort])
         by_chance = uniform(points, count) < epsilon  # [C, m]
-        pairs = points.unsqueeze(1) ^ keys[there].unsqueeze(0)
+        pairs = points.unsqueeze(1) ^ keys[seen].unsqueeze(0)
         luck = uniform(pairs.flatten(), 1).reshape(pairs.shape)  # [C, T]
-        mine = there.unsqueeze(0) == cohort.unsqueeze(1)  # never the own model
-        liked = state.affinity[cohort][:, there] + 1e-6 * luck  # ties, as at the beginning, fall by chance
-        liked, luck = liked.masked_fill(mine, -1.0), luck.masked_fill(mine, -1.0)
+        mine = seen.unsqueeze(0) == cohort.unsqueeze(1)  # never its own model
+        preferred = state.affinity[cohort][:, seen] + 1e-6 * luck  # ties are broken at random
+        preferred, luck = preferred.masked_fill(mine, -1.0), luck.masked_fill(mine, -1.0)
         chosen = torch.empty(len(cohort), count, dtype=torch.int64)
         row = torch.arange(len(cohort))
         for place in range(count):
-            pick = torch.where(by_chance[:, place], luck.argmax(1), liked.argmax(1))
-            chosen[:, place] = there[pick]
-            liked[row, pick], luck[row, pick] = -2.0, -2.0
+            pick = torch.where(by_chance[:, place], luck.argmax(1), preferred.argmax(1))
+            chosen[:, place] = seen[pick]
+            preferred[row, pick], luck[row, pick] = -2.0, -2.0
         return chosen
 
     def personal(self, state: FomoState, clients: Tensor) -> Personal:
-        """The client's own model; a newcomer's is the best of those it was shown."""
+        """The client's own model; for a newcomer, the best of those it received."""
         labels = state.labels[clients]
         table = torch.cat([state.models, state.common.unsqueeze(0)])
         return Personal(table, torch.where(labels < 0, len(state.models), labels))
 
     def assign(self, state: FomoState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
-        """A newcomer is shown some clients' models, and takes the one with the least loss on its validation samples."""
-        there = (state.labels >= 0).nonzero().flatten()
+        """A newcomer receives some clients' models and takes the one with the lowest loss on its validation samples."""
+        seen = (state.labels >= 0).nonzero().flatten()
         labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
-        if not len(there):
+        if not len(seen):
             return labels
         points = rng.at("shown").keys(engine.keys[newcomers])
-        order = uniform(points, len(there)).argsort(1)[:, : 4 * self.others]
-        refs = there[order]  # [n, m]
+        order = uniform(points, len(seen)).argsort(1)[:, : 4 * self.others]
+        refs = seen[order]  # [n, m]
         for chunk in engine.call(best_of, newcomers, models=state.models, refs=refs, rng=rng.at("best")):
             picked = chunk.answer.choice.cpu().unsqueeze(1)
             labels[chunk.positions] = refs[chunk.positions].gather(1, picked)[:, 0]

@@ -1,4 +1,4 @@
-"""FedProx: FedAvg with a pull to the global model (Li et al. 2020, "Federated Optimization in Heterogeneous Networks").
+"""FedProx: FedAvg with a proximal term (Li et al. 2020, "Federated Optimization in Heterogeneous Networks").
 
 Clients minimise their loss + mu / 2 * ||w - w_global||^2: the squared norm, whose gradient is mu * (w - w_global).
 """
@@ -18,12 +18,12 @@ from coterie.settings import setting
 @register
 @dataclass(frozen=True)
 class FedProx(FedAvg):
-    """FedAvg whose clients stay near the model they were sent."""
+    """FedAvg whose clients stay near the global model."""
 
     key: ClassVar[str] = "fedprox"
     paper: ClassVar[str] = "Li et al. 2020"
 
-    mu: float = setting(0.1, "strength of the pull; 0 is FedAvg", ge=0)
+    mu: float = setting(0.1, "strength of the proximal term; 0 is FedAvg", ge=0)
 
     def work(self, engine: Engine) -> SGD:
         """SGD with the proximal term."""

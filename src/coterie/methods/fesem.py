@@ -1,16 +1,15 @@
 """FeSEM: multi-center federated learning by stochastic expectation maximisation (Long, Xie, Shen, Zhou, Wang,
 Jiang 2022, "Multi-center federated learning: clients clustering for better personalization", World Wide Web).
 
-A round: each client trains from its center (Eq. 7), is assigned to the center nearest to its model (Eq. 8),
-and every center becomes the mean of its members (Eq. 9). The first clustering is k-means with 20 restarts on
-models trained once from one common start (section 6.1.4), which is the network's first weights with
-`init="paper"`, and the mean model after a few common rounds with `"warm"`. `"random"` is the start from random
-centers that the FedDSMIC paper gives its FedSEM baseline.
+A round: each client trains from its center (Eq. 7), is assigned to the center nearest to its model (Eq. 8), and every
+center becomes the mean of its members (Eq. 9). The first clustering is k-means with 20 restarts on models trained once
+from one common model (section 6.1.4): the initial weights with `init="paper"`, the mean model after a few common
+rounds with `"warm"`. `"random"` starts from random centers, as in the FedSEM baseline of the FedDSMIC paper.
 
-Deviations, with reasons: with a cohort of some clients, the mean is over the cohort's members (the paper has
-full participation). Cosine distance is taken between updates from the common start, since all models of a run
-point nearly the same way. Known limits: a client starts at its own center, so L2 tends to confirm the old
-label; and under label skew L2 sees the labels rather than the kind of client.
+Deviations, with reasons: with partial participation, a center is the mean over the cohort's members (the paper has full
+participation). Cosine distance is between updates from the common model, since all models of a run point in nearly the
+same direction. Known limits: a client starts from its own center, so L2 tends to confirm its label; and under label
+skew L2 clusters by labels rather than by kind.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from coterie.settings import setting
 
 @client_step("coterie.algorithms.fesem:train_near_center")
 def train_near_center(block: Block, models: Models, work: SGD, mean_samples: Tensor) -> Answer:
-    """Train with a pull of prox / (m alpha_i) towards the center; m alpha_i is samples / mean samples."""
+    """Train with the proximal weight prox / (m alpha_i), where m alpha_i = samples / mean samples."""
     assert isinstance(work, Proximal)
-    pull = (work.prox * mean_samples / block.samples).to(models.table.dtype)  # [c]
-    return Answer(params=block.train(models, work, prox=pull), samples=block.samples)
+    prox = (work.prox * mean_samples / block.samples).to(models.table.dtype)  # [c]
+    return Answer(params=block.train(models, work, prox=prox), samples=block.samples)
 
 
 @register
@@ -53,31 +52,32 @@ class FeSEM(CenterMethod[CenterState]):
     paper: ClassVar[str] = "Long et al. 2022"
 
     init: Literal["warm", "paper", "random"] = setting(  # type: ignore[assignment]
-        "warm", "start: k-means of models trained from a warmed-up model or from the first weights; or random centers"
+        "warm",
+        "start from k-means of models trained from a warmed-up model or the initial weights, or from random centers",
     )
     distance: Literal["l2", "cosine"] = setting("l2", "distance of a model to a center")
-    layers: Literal["all", "head"] = setting("all", "which parameters the distance looks at")
-    prox: float = setting(0.0, "pull of a client's model to its center: 2 lambda in the paper; 0 is none", ge=0)
+    layers: Literal["all", "head"] = setting("all", "parameters that the distance compares")
+    prox: float = setting(0.0, "weight of the proximal term: 2 lambda in the paper; 0 is none", ge=0)
     prox_scale: Literal["equal", "paper"] = setting(
-        "equal", "the same pull for all, or by 1 / share of samples as Eq. 7 has it"
+        "equal", "the same weight for all clients, or divided by the share of samples as in Eq. 7"
     )
-    tolerance: float = setting(0.0, "stop when no label changes and centers move less than this; 0: never", ge=0)
-    patience: int = setting(3, "stable rounds in a row before stopping", ge=1)
+    tolerance: float = setting(0.0, "stop when no label changes and no center moves further than this; 0: never", ge=0)
+    patience: int = setting(3, "consecutive stable rounds before stopping", ge=1)
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> CenterState:
-        """Train every client once from one common model, and cluster what comes back; or random centers."""
+        """Train every client once from one common model and cluster the results; or random centers."""
         begin = random_start if self.init == "random" else clustered_start
         return begin(self, self.empty_state(engine), engine, rng)
 
     def round(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> CenterState:
-        """Train from the own center (Eq. 7), assign to the nearest center (Eq. 8), average (Eq. 9)."""
+        """Train from the client's center (Eq. 7), assign to the nearest center (Eq. 8), average (Eq. 9)."""
         update = RoundUpdate(self, state, engine)
         for chunk in self.train(state, engine, cohort, rng.at("train")):
             nearest = self.distances(chunk.answer.params, state, engine).argmin(1).cpu()  # [c]
             if bool((new := is_new(chunk, state)).any()):
                 nearest = torch.where(new, self.nearest_for_new(chunk, state, engine), nearest)
             update.add(chunk, nearest)
-        return self._counted(state, guarded(self, state, update, engine, rng))
+        return self._with_stable_rounds(state, guarded(self, state, update, engine, rng))
 
     def distances(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:
         """Distance of each model [c, P] to each center, [c, K]: L2 (squared), or cosine between updates."""
@@ -88,7 +88,7 @@ class FeSEM(CenterMethod[CenterState]):
         return cosine_distances(params[:, columns] - common, state.centers[:, columns] - common)
 
     def nearest_for_new(self, chunk: Chunk, state: CenterState, engine: Engine) -> Tensor:
-        """The cluster of clients that trained from the common model: they compare to the members' first models."""
+        """The cluster of clients that trained from the common model, by comparison to the members' first models."""
         return nearest_by_first_models(chunk, state, engine)
 
     def assign(self, state: CenterState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
@@ -99,13 +99,13 @@ class FeSEM(CenterMethod[CenterState]):
         return labels
 
     def signature(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:
-        """The update of the layers that the distance looks at; for cosine, of length one."""
+        """The update of the layers that the distance compares; for cosine, of norm one."""
         columns = self._columns(engine.task)
         update = params[:, columns] - state.common[columns]
         return torch.nn.functional.normalize(update, dim=1) if self.distance == "cosine" else update
 
     def train_from(self, state: CenterState, engine: Engine, cohort: Tensor, rows: Tensor, rng: Rng) -> Iterator[Chunk]:
-        """As plain training; with the paper's scale, the pull depends on the client's samples."""
+        """As plain training; with the paper's scale, the proximal weight depends on the client's samples."""
         if not (self.prox and self.prox_scale == "paper" and state.mean_samples):
             return super().train_from(state, engine, cohort, rows, rng)
         table = torch.cat([state.centers, state.common.unsqueeze(0)])
@@ -119,11 +119,11 @@ class FeSEM(CenterMethod[CenterState]):
         return Proximal.of(work, self.prox) if self.prox else work
 
     def should_stop(self, state: CenterState) -> bool:
-        """No label changed and centers hardly moved, several rounds in a row."""
+        """Whether the last `patience` rounds were stable."""
         return self.tolerance > 0 and state.stable_rounds >= self.patience
 
-    def _counted(self, before: CenterState, after: CenterState) -> CenterState:
-        """The state with the number of stable rounds in a row."""
+    def _with_stable_rounds(self, before: CenterState, after: CenterState) -> CenterState:
+        """The state with the number of consecutive stable rounds."""
         if not self.tolerance or len(after.repairs) > len(before.repairs):
             return after
         moved = float((after.centers - before.centers).norm(dim=1).max())

@@ -1,10 +1,10 @@
 """IFCA: each client chooses the best of K models (Ghosh et al. 2020, "An Efficient Framework for Clustered
 Federated Learning", Algorithm 1; called HypoCluster(K) in the FeSEM paper after Mansour et al. 2020).
 
-A client downloads all K models, keeps the one with the lowest loss on its own training data, and trains it.
+A client downloads all K models and trains the one with the lowest loss on its own training data.
 
-The paper starts from K independent random models, which may merge and lose clusters. `init="warm"` starts from a
-clustering of first models, as the other methods do (see `parts/start.py`): the server has seen those models anyway.
+The paper starts from K independent random models, and clusters may then collapse. `init="warm"` starts from a
+clustering of first models, as in the other methods (see `parts/start.py`): the server sees these models anyway.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from coterie.settings import setting
 
 @client_step("coterie.algorithms.ifca:choose_and_train")
 def choose_and_train(block: Block, models: Models, work: SGD) -> Answer:
-    """Choose by loss on the training data, train the chosen model."""
+    """Choose the model with the lowest training loss, and train it."""
     choice = block.losses(models).argmin(1)  # [c]
     return Answer(params=block.train(take(models, choice), work), choice=choice, samples=block.samples)
 
 
 @client_step("coterie.algorithms.ifca:choose_and_gradient")
 def choose_and_gradient(block: Block, models: Models, work: SGD) -> Answer:
-    """Choose by loss on the training data, answer with the gradient at the chosen model."""
+    """Choose the model with the lowest training loss, and send the gradient at it."""
     choice = block.losses(models).argmin(1)  # [c]
     gradient, buffers = block.gradient(take(models, choice))
     return Answer(gradient=torch.cat([gradient, buffers], dim=1), choice=choice)
@@ -46,74 +46,69 @@ def choose_and_gradient(block: Block, models: Models, work: SGD) -> Answer:
 
 @client_step("coterie.algorithms.ifca:choose")
 def choose(block: Block, models: Models, work: SGD) -> Answer:
-    """Choose by loss on the training data, and do nothing more."""
+    """Choose the model with the lowest training loss."""
     return Answer(choice=block.losses(models).argmin(1))
 
 
 @register
 @dataclass(frozen=True)
 class IFCA(CenterMethod[CenterState]):
-    """K models, chosen by loss."""
+    """K models; each client chooses by loss."""
 
     key: ClassVar[str] = "ifca"
     paper: ClassVar[str] = "Ghosh et al. 2020; HypoCluster(K) in the FeSEM paper"
 
     average_of: Literal["models", "gradients"] = setting(
-        "models", "what clients answer with: a trained model, or one gradient (option I of the paper; no guard)"
+        "models", "what clients send: a trained model, or one gradient (option I of the paper; no guard)"
     )
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> CenterState:
-        """The means of clustered first models; in the paper K random models, and nobody has chosen yet."""
+        """The means of clustered first models; in the paper K random models without members."""
         state = self.empty_state(engine)
         if self.init == "warm":
             return clustered_start(self, state, engine, rng)
         return replace(random_start(self, state, engine, rng), labels=state.labels)
 
     def round(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> CenterState:
-        """Every client chooses the best of K models and trains it; a center is the mean of those who chose it."""
+        """Each client trains the best of K models; a center is the mean over the clients that chose it."""
         if self.average_of == "gradients":
             return self._gradient_round(state, engine, cohort, rng)
         update = RoundUpdate(self, state, engine)
-        for chunk in self._offered(choose_and_train, state, engine, cohort, rng.at("train")):
+        for chunk in self._call_with_all(choose_and_train, state, engine, cohort, rng.at("train")):
             choice = chunk.answer.choice.cpu()  # [c]
             update.add(chunk, choice, started=choice)
         return guarded(self, state, update, engine, rng)
 
     def _gradient_round(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> CenterState:
-        """Option I of the paper: one step along the gradients of those who chose a model."""
+        """Option I of the paper: one step per center along the gradients of the clients that chose it."""
         labels = state.labels.clone()
         average = self.average(state, engine)
         sizes = torch.zeros(self.num_clusters, dtype=torch.int64, device=engine.device)
-        for chunk in self._offered(choose_and_gradient, state, engine, cohort, rng.at("train")):
+        for chunk in self._call_with_all(choose_and_gradient, state, engine, cohort, rng.at("train")):
             labels[chunk.clients] = chunk.answer.choice.cpu()
             average.add(chunk.answer.gradient, chunk.answer.choice)
             sizes += torch.bincount(chunk.answer.choice, minlength=self.num_clusters)
-        means = average.means(keep=state.centers)
-        centers = self._descend(state.centers, means, sizes, engine.task, self.work(engine).lr)
-        return replace(state, centers=centers, labels=labels)
+        means, cut = average.means(keep=state.centers), engine.task.layout.num_parameters
+        share = (sizes / sizes.sum().clamp_min(1)).to(means.dtype).unsqueeze(1)  # [K, 1] of all who took part
+        old = state.centers[:, :cut]
+        moved = torch.where(share > 0, old - self.work(engine).lr * share * means[:, :cut], old)
+        return replace(state, centers=torch.cat([moved, means[:, cut:]], dim=1), labels=labels)
 
-    def _offered(
+    def _call_with_all(
         self, step: ClientStep, state: CenterState, engine: Engine, clients: Tensor, rng: Rng
     ) -> Iterator[Chunk]:
-        """All K models to every client."""
+        """Send all K models to every client."""
         refs = torch.arange(self.num_clusters).expand(len(clients), -1)
         return engine.call(step, clients, models=state.centers, refs=refs, work=self.work(engine), rng=rng)
 
     @property
     def compares_first_models(self) -> bool:
-        """Clients choose by themselves in every round: their first models decide nothing."""
+        """Clients choose anew in every round, so first models decide nothing."""
         return False
-
-    def _descend(self, centers: Tensor, means: Tensor, members: Tensor, task: Task, lr: float) -> Tensor:
-        """Option I: a step along the sum of the members' gradients, divided by all who took part."""
-        cut = task.layout.num_parameters
-        share = (members / members.sum().clamp_min(1)).to(centers.dtype).unsqueeze(1)  # [K, 1]
-        moved = torch.where(share > 0, centers[:, :cut] - lr * share * means[:, :cut], centers[:, :cut])
-        return torch.cat([moved, means[:, cut:]], dim=1)
 
     def assign(self, state: CenterState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
         """A newcomer chooses by loss, as in a round."""
         labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
-        for chunk in self._offered(choose, state, engine, newcomers, rng):
+        for chunk in self._call_with_all(choose, state, engine, newcomers, rng):
             labels[chunk.positions] = chunk.answer.choice.cpu()
         return labels

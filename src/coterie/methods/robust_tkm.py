@@ -1,20 +1,20 @@
-"""Robust clustering, then training (Ghosh, Hong, Yin, Ramchandran 2019, "Robust Federated Learning in a Heterogeneous
-Environment").
+"""Robust TKM: trimmed k-means once, then one model per cluster (Ghosh, Hong, Yin, Ramchandran 2019, "Robust Federated
+Learning in a Heterogeneous Environment").
 
-Three stages. Every client trains alone to convergence, from one common model (`pretrain` rounds' worth of its work).
-The server clusters those models once, by trimmed k-means: the `trim` share that is farthest from the centers does not
-move them, and gets the nearest center's label. Then each cluster trains a model of its own with a robust mean; labels
-do not change any more, and a wrong one is never mended, which is the method's known limit.
+Three stages. Every client trains alone to convergence from one common model (`pretrain` times the work of a round).
+The server clusters these models once by trimmed k-means: the `trim` share farthest from the centers does not move
+them, and gets the label of the nearest center. Then each cluster trains its own model with a robust mean. Labels
+never change again, so a wrong label is never repaired: a known limit of the method.
 
-All clients are asked at the start, whatever the participation; one that did not answer then is clustered in the same
-way when it is first met. Everyone starts its cluster from the mean of the local models.
+All clients take part in the start, whatever the participation. A client that did not answer then is clustered in the
+same way when it first joins a round. The first center of a cluster is the mean of its members' local models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,20 +24,18 @@ from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState, num_clusters_setting, register
-from coterie.methods.parts.averaging import Averaging
-from coterie.methods.parts.clustering import kmeans, sketch_of, squared_distances
+from coterie.methods.parts.averaging import Averaging, robust_setting
+from coterie.methods.parts.clustering import KMeans, kmeans, squared_distances
+from coterie.methods.parts.start import cluster_models, compact
 from coterie.randomness import Rng
 from coterie.settings import setting
-
-_WIDTH = 4096  # of the sketches that are clustered where there are many models
-_WHOLE = 1 << 23  # numbers that are clustered as they are
 
 
 @dataclass(frozen=True)
 class TKMState(ClusterState):
-    """The centers, and those of the local models, by which newcomers are assigned."""
+    """The centers, and the first centers, by which newcomers are assigned."""
 
-    local_centers: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, P]
+    local_centers: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, P] means of the local models
 
 
 @register
@@ -50,79 +48,56 @@ class RobustTKM(Averaging[TKMState]):
     state_type: ClassVar[type[ClusterState]] = TKMState
 
     num_clusters: int = num_clusters_setting()
-    robust: Literal["none", "trimmed_mean", "median", "krum"] = setting(
-        "trimmed_mean", "mean of a cluster's members: plain, or one that withstands bad members"
-    )
-    robust_share: float = setting(0.1, "share of bad members that the robust mean withstands", ge=0, lt=0.5)
-    trim: float = setting(0.1, "share of the local models that moves no center of the clustering", ge=0, lt=0.5)
-    pretrain: int = setting(5, "rounds' worth of work that clients do alone before the clustering", ge=1)
-    restarts: int = setting(20, "random restarts of the clustering", ge=1)
+    robust: str = robust_setting("trimmed_mean")
+    robust_share: float = setting(0.1, "share of bad members that the robust mean tolerates", ge=0, lt=0.5)
+    trim: float = setting(0.1, "share of local models that k-means excludes from its centers", ge=0, lt=0.5)
+    pretrain: int = setting(5, "local training before the clustering, in rounds of work", ge=1)
+    restarts: int = setting(20, "random restarts of k-means", ge=1)
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> TKMState:
-        """Everyone trains alone; one trimmed k-means."""
+        """Every client trains alone; one trimmed k-means."""
         state = TKMState.common_start(engine, self.num_clusters)
-        everyone = engine.everyone()
-        fits = len(everyone) * task.layout.size * engine.dtype.itemsize <= engine.memory_budget()
         cut = task.layout.num_parameters
-        sketch = sketch_of(cut, _WIDTH, Rng.seed(0).at("tkm"), engine.device)
-        rows, kept, who = [], [], []
-        for chunk in self._alone(state, engine, everyone, rng.at("alone")):
-            update = chunk.answer.params[:, :cut] - state.common[:cut]
-            rows.append(sketch(update) if len(everyone) * cut > _WHOLE else update)
-            who.append(chunk.clients)
-            if fits:
-                kept.append(chunk.answer.params)
-        if not who:
-            return replace(state, local_centers=state.centers)
-        clients = torch.cat(who)
-        found = kmeans(
-            torch.cat(rows),
-            min(self.num_clusters, len(clients)),
-            rng.at("k-means"),
-            engine.keys[clients],
-            self.restarts,
-            trim=int(self.trim * len(clients)),
-        )
-        labels = state.labels.clone()
-        labels[clients] = found.labels
-        inside = torch.zeros(engine.num_clients)
-        inside[clients] = (~found.outliers).float()
+
+        def train_alone(clients: Tensor) -> Iterator[Chunk]:
+            return self._train_alone(state, engine, clients, rng.at("alone"))
+
+        def signature(chunk: Chunk) -> Tensor:
+            return compact(chunk.answer.params[:, :cut] - state.common[:cut], engine, Rng.seed(0).at("tkm"))
+
+        def cluster(rows: Tensor, keys: Tensor) -> KMeans:
+            trim, count = int(self.trim * len(rows)), min(self.num_clusters, len(rows))
+            return kmeans(rows, count, rng.at("k-means"), keys, self.restarts, trim=trim)
+
         average = self.mean_of(self.num_clusters, engine, like=state.centers)
-        if fits:
-            average.add(torch.cat(kept), found.labels, inside[clients])
-        else:
-            for chunk in self._alone(state, engine, clients, rng.at("alone")):  # the same models come back
-                average.add(chunk.answer.params, labels[chunk.clients], inside[chunk.clients])
+        labels = cluster_models(train_alone, signature, cluster, average, engine)
         centers = average.means(keep=state.centers)
         return replace(state, centers=centers, labels=labels, local_centers=centers.clone())
 
-    def _alone(self, state: TKMState, engine: Engine, clients: Tensor, rng: Rng) -> Iterator[Chunk]:
+    def round(self, state: TKMState, engine: Engine, cohort: Tensor, rng: Rng) -> TKMState:
+        """Each cluster trains its own model; labels stay."""
+        labels = state.labels.clone()
+        new = cohort[labels[cohort] < 0]
+        if len(new):
+            labels[new] = self.assign(state, engine, new, rng.at("met"))
+        known = cohort[labels[cohort] >= 0]
+        work = engine.task.work.at(engine.round)
+        chunks = engine.call(train, known, models=state.centers, refs=labels[known], work=work, rng=rng.at("train"))
+        centers, _ = self.averaged(chunks, labels, state.centers, engine)
+        return replace(state, centers=centers, labels=labels)
+
+    def assign(self, state: TKMState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+        """A newcomer trains alone, as all did at the start, and joins the nearest of the first centers."""
+        labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
+        cut = engine.task.layout.num_parameters
+        for chunk in self._train_alone(state, engine, newcomers, rng):
+            distances = squared_distances(chunk.answer.params[:, :cut], state.local_centers[:, :cut])
+            labels[chunk.positions] = distances.argmin(1).cpu()
+        return labels
+
+    def _train_alone(self, state: TKMState, engine: Engine, clients: Tensor, rng: Rng) -> Iterator[Chunk]:
         work: SGD = engine.task.work.at(0)
         steps = None if work.steps is None else work.steps * self.pretrain
         longer = replace(work, epochs=work.epochs * self.pretrain, steps=steps)
         refs = torch.zeros(len(clients), dtype=torch.int64)
         return engine.call(train, clients, models=state.common.unsqueeze(0), refs=refs, work=longer, rng=rng)
-
-    def round(self, state: TKMState, engine: Engine, cohort: Tensor, rng: Rng) -> TKMState:
-        """Each cluster trains its own model; labels stay."""
-        labels = state.labels.clone()
-        unknown = cohort[labels[cohort] < 0]
-        if len(unknown):
-            labels[unknown] = self.assign(state, engine, unknown, rng.at("met"))
-        known = cohort[labels[cohort] >= 0]
-        average = self.mean_of(self.num_clusters, engine, like=state.centers)
-        work = engine.task.work.at(engine.round)
-        for chunk in engine.call(
-            train, known, models=state.centers, refs=labels[known], work=work, rng=rng.at("train")
-        ):
-            average.add(chunk.answer.params, labels[chunk.clients])
-        return replace(state, centers=average.means(keep=state.centers), labels=labels)
-
-    def assign(self, state: TKMState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
-        """A newcomer trains alone as everyone did at the start, and goes to the nearest of the first centers."""
-        labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
-        cut = engine.task.layout.num_parameters
-        for chunk in self._alone(state, engine, newcomers, rng):
-            distances = squared_distances(chunk.answer.params[:, :cut], state.local_centers[:, :cut])
-            labels[chunk.positions] = distances.argmin(1).cpu()
-        return labels

@@ -7,11 +7,17 @@ import torch
 
 from coterie.errors import ConfigError
 from coterie.methods.base import algorithms
-from coterie.methods.parts.averaging import Averaging, RobustMeans, robust_mean
+from coterie.methods.parts import averaging
+from coterie.methods.parts.averaging import Averaging, HeldModels, robust_mean
 from coterie.methods.parts.clustering import CenterSums
+from coterie.settings import build
 from tests.helpers import finished, ragged_federation, reserved_for, setup_of, trainer_of
 
 AVERAGING = sorted(key for key, cls in algorithms().items() if issubclass(cls, Averaging))
+
+
+def robust_means(num_clusters, kind):
+    return HeldModels(num_clusters, lambda cluster, rows, weights: robust_mean(rows, kind, 0.2))
 
 
 def column(*values):
@@ -34,6 +40,14 @@ def test_krum_keeps_those_with_near_neighbours():
     assert robust_mean(rows, "krum", 0.2).tolist() == pytest.approx([0.05, 0.05])
 
 
+def test_a_registered_robust_mean_is_a_choice_of_every_method(monkeypatch):
+    monkeypatch.setitem(averaging._ROBUST_MEANS, "lowest", lambda rows, share: rows.amin(0))
+    assert float(robust_mean(column(1, 2, 100), "lowest", 0.2)) == 1.0
+    assert build(algorithms()["fesem"], {"robust": "lowest"}, "algorithm").robust == "lowest"
+    with pytest.raises(ConfigError, match=r"robust of RobustTKM must be 'none', .*'krum' or 'lowest'\. Got 'foo'"):
+        build(algorithms()["robust_tkm"], {"robust": "foo"}, "algorithm")
+
+
 def test_two_members_have_a_plain_mean():
     assert float(robust_mean(column(1, 3), "median", 0.4)) == 2.0
     assert float(robust_mean(column(7), "krum", 0.4)) == 7.0
@@ -52,7 +66,7 @@ def test_a_fifth_of_bad_members_hardly_moves_the_center(kind):
     generator = torch.Generator().manual_seed(1)
     good = 1 + 0.1 * torch.randn(16, 30, generator=generator)
     rows = torch.cat([good, -50 * torch.ones(4, 30)])
-    means = RobustMeans(2, kind, 0.2)
+    means = robust_means(2, kind)
     means.add(rows[:11], torch.zeros(11, dtype=torch.int64))
     means.add(rows[11:], torch.zeros(9, dtype=torch.int64))
     keep = torch.full((2, 30), 5.0)
@@ -63,10 +77,10 @@ def test_a_fifth_of_bad_members_hardly_moves_the_center(kind):
 
 
 def test_weight_zero_is_left_out():
-    means = RobustMeans(1, "median", 0.2)
+    means = robust_means(1, "median")
     means.add(column(1, 2, 3, 50, 60), torch.zeros(5, dtype=torch.int64), torch.tensor([1, 1, 1, 0, 0]))
     assert float(means.means(torch.zeros(1, 1, dtype=torch.float64))) == 2.0
-    assert float(RobustMeans(1, "median", 0.2).means(torch.ones(1, 1))) == 1.0
+    assert float(robust_means(1, "median").means(torch.ones(1, 1))) == 1.0
 
 
 @pytest.mark.parametrize("name", AVERAGING)

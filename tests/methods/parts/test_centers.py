@@ -252,7 +252,7 @@ def test_a_client_that_is_placed_nowhere_stays_where_it_is():
     engine = engine_of(at_home(TWO_PAIRS), 5)
     state = state_of(method, engine, [[0.0, 0.0], [9.0, 0.0]], [0, 1, 0, -1, 0])
     after = method.round(state, engine, engine.everyone(), RNG)
-    # Client 1 stays in cluster 1, and counts there; client 3, not met before, is still not met.
+    # Client 1 stays in cluster 1, and counts there; client 3, not seen before, is still not seen.
     assert after.labels.tolist() == [0, 1, 1, -1, 1]
     assert after.centers[0].tolist() == [0.0, 1.0]
     assert after.centers[1].tolist() == pytest.approx([16 / 3, 2.0])
@@ -553,8 +553,8 @@ def test_a_repair_is_told_in_its_round_and_in_the_summary(name):
     trainer = broken(name)
     trainer.run()
     assert trainer.progress.rows[0]["repairs"][0]["reason"].startswith("cluster 1 was empty: cluster 0 was split into")
-    told = [repair for row in trainer.progress.rows for repair in row["repairs"]]
-    assert trainer.summary()["repairs"] == trainer.state.repairs == told
+    recorded = [repair for row in trainer.progress.rows for repair in row["repairs"]]
+    assert trainer.summary()["repairs"] == trainer.state.repairs == recorded
     assert trainer.summary()["bytes"]["repair"]["up"] > 0
 
 

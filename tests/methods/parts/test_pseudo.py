@@ -79,11 +79,11 @@ def two_class_toy():
 
 def test_centers_say_what_was_worked_out_by_hand():
     forward, centers, x = two_class_toy()
-    told = probabilities(forward, centers, x)
+    predictions = probabilities(forward, centers, x)
     of_class_0 = [[[3 / 4, 9 / 10], [1 / 4, 1 / 4]], [[3 / 4, 1 / 2], [1 / 4, 1 / 10]]]
-    np.testing.assert_allclose(told[..., 0], of_class_0, atol=1e-12)
-    np.testing.assert_allclose(told.sum(-1), 1, atol=1e-12)
-    np.testing.assert_array_equal(told, probabilities(forward, centers, x, at_once=3))
+    np.testing.assert_allclose(predictions[..., 0], of_class_0, atol=1e-12)
+    np.testing.assert_allclose(predictions.sum(-1), 1, atol=1e-12)
+    np.testing.assert_array_equal(predictions, probabilities(forward, centers, x, at_once=3))
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 9, 2048])
@@ -105,7 +105,7 @@ def test_class_distances_are_those_worked_out_by_hand(at_once, stacked):
 
 def test_distances_never_take_more_pairs_at_once_than_allowed():
     forward, centers, x = two_class_toy()
-    told = probabilities(forward, centers, x)
+    predictions = probabilities(forward, centers, x)
     taken = []
 
     def outputs(models, inputs):
@@ -114,7 +114,7 @@ def test_distances_never_take_more_pairs_at_once_than_allowed():
 
     for at_once, calls in [(1, 40), (3, 15), (8, 5), (16, 3), (100, 1)]:
         taken.clear()
-        class_distances(outputs, centers[[0, 1, 0, 1, 0]], told, x, at_once=at_once)
+        class_distances(outputs, centers[[0, 1, 0, 1, 0]], predictions, x, at_once=at_once)
         assert max(taken) <= at_once
         assert len(taken) == calls
         assert sum(taken) == 5 * 8
@@ -258,15 +258,15 @@ def test_eval_mode_and_nothing_of_the_network_is_changed(sampler):
     sent = centers.clone()
     forward = Forward(network, SHAPE)
     x = made(sampler, forward, centers)
-    told = probabilities(forward, centers, x)
-    class_distances(forward, centers, told, x)
+    predictions = probabilities(forward, centers, x)
+    class_distances(forward, centers, predictions, x)
     assert not network._module.training
     assert torch.equal(sent, centers)
     after = network._module.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     plain = make("norm", seed=1).double().eval()(x[1].flatten(0, 1)).softmax(-1)
-    np.testing.assert_allclose(told[1].flatten(0, 1), plain.detach(), atol=1e-12)
+    np.testing.assert_allclose(predictions[1].flatten(0, 1), plain.detach(), atol=1e-12)
 
 
 # ---- one at a time ----
@@ -282,9 +282,9 @@ def test_a_network_that_cannot_be_stacked_gives_the_same(sampler, kind):
     assert plain.reason
     x = made(sampler, stacked, centers)
     np.testing.assert_allclose(made(sampler, plain, centers), x, atol=1e-9)
-    told = probabilities(stacked, centers, x)
-    np.testing.assert_allclose(probabilities(plain, centers, x), told, atol=1e-12)
-    one, other = (class_distances(f, centers, told, x) for f in (stacked, plain))
+    predictions = probabilities(stacked, centers, x)
+    np.testing.assert_allclose(probabilities(plain, centers, x), predictions, atol=1e-12)
+    one, other = (class_distances(f, centers, predictions, x) for f in (stacked, plain))
     np.testing.assert_allclose(one, other, atol=1e-12)
 
 
@@ -335,7 +335,7 @@ def test_a_network_that_works_on_its_input_in_place_is_no_problem():
 
 @both_samplers
 def test_regression_is_refused(sampler):
-    with pytest.raises(ConfigError, match="made for classes, and this task has none"):
+    with pytest.raises(ConfigError, match="generated for classes, and this task has none"):
         SAMPLERS[sampler](forward_of(make("mlp")), centers_of("mlp"), 0, SHAPE, RNG)
 
 
@@ -351,7 +351,7 @@ def test_a_network_of_whole_numbers_is_refused(sampler):
 
     forward = forward_of(Reads())
     centers = forward.network.initial.double().unsqueeze(0)
-    with pytest.raises(ModelError, match="gives its inputs no gradient"):
+    with pytest.raises(ModelError, match="no gradient with respect to its inputs"):
         made(sampler, forward, centers)
 
 
@@ -402,10 +402,10 @@ def test_samples_of_a_class_are_called_so_by_their_own_center(trained, sampler, 
     changes = {"iterations": 200} if sampler == "generate" else {}
     x = SAMPLERS[sampler](forward, centers, 10, shape, RNG, **changes)
     assert x.shape == (len(centers), 10, 30, *shape)
-    told = probabilities(forward, centers, x)
-    right = (told.argmax(-1) == torch.arange(10).unsqueeze(1)).float().mean((1, 2))  # of each center
+    predictions = probabilities(forward, centers, x)
+    right = (predictions.argmax(-1) == torch.arange(10).unsqueeze(1)).float().mean((1, 2))  # of each center
     assert right.min() >= 0.95
-    distances = class_distances(forward, centers, told, x).mean(-1)  # [K, K]
+    distances = class_distances(forward, centers, predictions, x).mean(-1)  # [K, K]
     assert distances.diagonal().max() < 1e-3
     assert distances[~torch.eye(len(centers), dtype=torch.bool)].min() > 0.5
 
@@ -425,8 +425,8 @@ def test_a_gpu_gives_the_same(sampler, kind):
         forward = forward_of(module, device=cuda)
         found = made(sampler, forward, centers.to(cuda))
         np.testing.assert_allclose(found.cpu(), expected, atol=1e-6)
-    told = probabilities(forward, centers.to(cuda), found)
-    distances = class_distances(forward, centers.to(cuda), told, found)
+    predictions = probabilities(forward, centers.to(cuda), found)
+    distances = class_distances(forward, centers.to(cuda), predictions, found)
     own = forward_of(make(kind))
     plain = class_distances(own, centers, probabilities(own, centers, expected), expected)
     np.testing.assert_allclose(distances.cpu(), plain, atol=1e-6)

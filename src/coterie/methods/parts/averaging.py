@@ -1,34 +1,105 @@
-"""How the members of a cluster become its center: the mean, or one that a few bad members cannot move far.
+"""Averaging: how the members of a cluster become its center, by a plain mean or by a robust one.
 
-Robust means hold all members' models at once (the plain mean streams), and count every member alike: a weight is
-what the member claims. They know nothing of who is honest; `robust_share` is how many bad members they withstand.
+The plain mean streams. A robust mean holds all members' models at once and weighs them equally, because a weight is
+only what a client claims. It does not know who is malicious; `robust_share` is the share of bad members it tolerates.
+To add a robust mean, write one function here and decorate it with `@robust_mean_named`.
 """
 
 from __future__ import annotations
 
-import abc
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.engines.base import Engine
+from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import Algorithm, S
 from coterie.methods.parts.clustering import CenterSums
 from coterie.settings import setting
 
-Robust = Literal["none", "trimmed_mean", "median", "krum"]
+_COLUMNS = 1 << 22  # numbers sorted at a time
 
-_COLUMNS = 1 << 22  # numbers that are sorted together
+RobustMean = Callable[[Tensor, float], Tensor]  # models [m, P] with m >= 3, share of bad ones -> [P]
+_ROBUST_MEANS: dict[str, RobustMean] = {}
+
+
+# ---- robust means ----
+
+
+def robust_mean_named(name: str) -> Callable[[RobustMean], RobustMean]:
+    """Decorator: register a robust mean as a choice of the setting `robust`."""
+
+    def registered(function: RobustMean) -> RobustMean:
+        _ROBUST_MEANS[name] = function
+        return function
+
+    return registered
+
+
+def robust_mean(rows: Tensor, kind: str, share: float) -> Tensor:
+    """Average models [m, P] into one [P], of which about `share` may be bad; fewer than three get a plain mean.
+
+    >>> robust_mean(torch.tensor([[0.0], [1.0], [2.0], [99.0]]), "trimmed_mean", 0.25)
+    tensor([1.5000])
+    """
+    return _ROBUST_MEANS[kind](rows, share) if len(rows) > 2 else rows.mean(0)
+
+
+@robust_mean_named("none")
+def plain_mean(rows: Tensor, share: float) -> Tensor:
+    """The mean of all models."""
+    return rows.mean(0)
+
+
+@robust_mean_named("trimmed_mean")
+def trimmed_mean(rows: Tensor, share: float) -> Tensor:
+    """Per parameter, the mean without the `share` lowest and the `share` highest values (Yin et al. 2018)."""
+    return _mean_between(rows, _num_bad(len(rows), share))
+
+
+@robust_mean_named("median")
+def median(rows: Tensor, share: float) -> Tensor:
+    """The median of each parameter."""
+    return _mean_between(rows, (len(rows) - 1) // 2)
+
+
+@robust_mean_named("krum")
+def krum(rows: Tensor, share: float) -> Tensor:
+    """Multi-Krum (Blanchard et al. 2017): the mean of the 1 - `share` models closest to their nearest neighbours."""
+    num_good = len(rows) - _num_bad(len(rows), share)
+    centered = (rows - rows.mean(0)).double() if rows.numel() <= _COLUMNS else rows - rows.mean(0)
+    distances = torch.cdist(centered, centered).square()  # [m, m]
+    scores = distances.sort(1).values[:, 1 : 1 + max(1, num_good - 2)].sum(1)
+    return rows[scores.argsort(stable=True)[:num_good]].mean(0)
+
+
+def _num_bad(count: int, share: float) -> int:
+    """The number of bad models, rounded up; less than half of all."""
+    return min(-int(-share * count // 1), (count - 1) // 2)
+
+
+def _mean_between(rows: Tensor, drop: int) -> Tensor:
+    """Per column of [m, P], the mean without the `drop` lowest and the `drop` highest values."""
+    pieces = rows.split(max(1, _COLUMNS // len(rows)), dim=1)
+    return torch.cat([_sorted(piece)[drop : len(rows) - drop].mean(0) for piece in pieces])
+
+
+def _sorted(rows: Tensor) -> Tensor:
+    """Sort each column; on a CPU, numpy is about nine times faster than torch."""
+    return rows.sort(0).values if rows.is_cuda else torch.from_numpy(np.sort(rows.numpy(), axis=0))
+
+
+# ---- averages that methods fill chunk by chunk ----
 
 
 class Average(Protocol):
-    """How the members of a cluster become its center."""
+    """Turns the members of K clusters into centers."""
 
     def add(self, rows: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Take in models [c, P] of clusters [c]; weight 0 is left out."""
+        """Add models [c, P] to clusters [c]; weight 0 excludes a model."""
         ...
 
     def means(self, keep: Tensor) -> Tensor:
@@ -36,18 +107,17 @@ class Average(Protocol):
         ...
 
 
-class HeldModels(abc.ABC):
-    """Holds all members until the end, then makes each cluster's center of them."""
+class HeldModels:
+    """Holds all members until the end, then computes the center of each cluster by `center(cluster, rows, weights)`."""
 
-    def __init__(self, num_clusters: int) -> None:
-        self._num_clusters = num_clusters
+    def __init__(self, num_clusters: int, center: Callable[[int, Tensor, Tensor], Tensor]) -> None:
+        self._num_clusters, self._center = num_clusters, center
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, rows: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Keep models [c, P] of clusters [c]."""
-        ones = torch.ones(len(rows), dtype=rows.dtype, device=rows.device)
-        weights = ones if weights is None else weights.to(rows.device, rows.dtype)
-        self._parts.append((rows, labels.to(rows.device), weights))
+        """Hold models [c, P] of clusters [c]."""
+        weights = torch.ones(len(rows)) if weights is None else weights
+        self._parts.append((rows, labels.to(rows.device), weights.to(rows.device, rows.dtype)))
 
     def means(self, keep: Tensor) -> Tensor:
         """The centers [K, P]; a cluster without members keeps its row of `keep`."""
@@ -58,83 +128,81 @@ class HeldModels(abc.ABC):
         for k in range(self._num_clusters):
             mine = (labels == k) & (weights > 0)
             if bool(mine.any()):
-                centers[k] = self.center(k, rows[mine], weights[mine])
+                centers[k] = self._center(k, rows[mine], weights[mine])
         return centers
 
-    @abc.abstractmethod
-    def center(self, cluster: int, rows: Tensor, weights: Tensor) -> Tensor:
-        """The center [P] of a cluster with these members [m, P]."""
+
+def add_answers(
+    average: Average, chunks: Iterable[Chunk], labels: Tensor, weighting: str = "equal", field: str = "params"
+) -> Tensor:
+    """Add the answers of clients to the clusters of their labels [N]; returns the ids of those who answered [n]."""
+    answered = [labels.new_empty(0)]
+    for chunk in chunks:
+        weights = samples_of(chunk) if weighting == "samples" else None
+        average.add(chunk.answer[field], labels[chunk.clients], weights)
+        answered.append(chunk.clients)
+    return torch.cat(answered)
 
 
-class RobustMeans(HeldModels):
-    """Each center is a robust mean of its members."""
-
-    def __init__(self, num_clusters: int, kind: Robust, share: float) -> None:
-        super().__init__(num_clusters)
-        self._kind, self._share = kind, share
-
-    def center(self, cluster: int, rows: Tensor, weights: Tensor) -> Tensor:
-        """See `robust_mean`."""
-        return robust_mean(rows, self._kind, self._share)
+# ---- methods that average ----
 
 
-def robust_mean(rows: Tensor, kind: Robust, share: float) -> Tensor:
-    """One model [P] of several [m, P], of which about `share` may be bad.
-
-    `trimmed_mean` (Yin et al. 2018): per parameter, without the `share` lowest and the `share` highest values.
-    `median`: per parameter. `krum` (Blanchard et al. 2017, multi-Krum): the mean of the 1 - `share` of the models
-    that are nearest to their nearest neighbours.
-
-    >>> robust_mean(torch.tensor([[0.0], [1.0], [2.0], [99.0]]), "trimmed_mean", 0.25)
-    tensor([1.5000])
-    """
-    count = len(rows)
-    bad = min(-int(-share * count // 1), (count - 1) // 2)  # rounded up, and somebody is left
-    if kind == "none" or count < 3:
-        return rows.mean(0)
-    if kind == "krum":
-        return rows[_krum(rows, bad)].mean(0)
-    drop = (count - 1) // 2 if kind == "median" else bad
-    pieces = rows.split(max(1, _COLUMNS // count), dim=1)
-    return torch.cat([_sorted(part)[drop : count - drop].mean(0) for part in pieces])
-
-
-def _krum(rows: Tensor, bad: int) -> Tensor:
-    """Which models [count - bad] are kept."""
-    centered = (rows - rows.mean(0)).double() if rows.numel() <= _COLUMNS else rows - rows.mean(0)
-    apart = torch.cdist(centered, centered).square()
-    near = max(1, len(rows) - bad - 2)
-    scores = apart.sort(1).values[:, 1 : 1 + near].sum(1)
-    return scores.argsort(stable=True)[: len(rows) - bad]
+def robust_setting(default: str = "none") -> Any:
+    """The field `robust`, whose choices are the registered robust means."""
+    return setting(default, "how a cluster's members are averaged: plain or robust mean", choices=_ROBUST_MEANS)
 
 
 @dataclass(frozen=True)
 class Averaging(Algorithm[S]):
     """A method that averages models."""
 
-    robust: Literal["none", "trimmed_mean", "median", "krum"] = setting(
-        "none", "mean of a cluster's members: plain, or one that withstands bad members"
-    )
+    robust: str = robust_setting()
     robust_share: float = setting(
-        0.2, "share of bad members that a robust mean, and the first clustering, withstand", ge=0, lt=0.5
+        0.2, "share of bad members that a robust mean and the first clustering tolerate", ge=0, lt=0.5
     )
 
     def mean_of(self, num_clusters: int, engine: Engine, like: Tensor) -> Average:
-        """Where the members of K clusters are added; `like` [.., P] tells size and type."""
+        """An empty average of K clusters; `like` [..., P] gives size and type."""
         if self.robust == "none":
             return CenterSums(num_clusters, like=like)
         size = engine.num_clients * like.shape[-1] * like.element_size()
         engine.require_memory(size, f"A robust mean holds the models of {engine.num_clients} clients at once:")
-        return RobustMeans(num_clusters, self.robust, self.robust_share)
+        return HeldModels(num_clusters, lambda cluster, rows, weights: self.robust_mean(rows))
+
+    def robust_mean(self, rows: Tensor) -> Tensor:
+        """The mean [P] of a cluster's members [m, P] by the settings."""
+        return robust_mean(rows, self.robust, self.robust_share)
+
+    def averaged(
+        self,
+        chunks: Iterable[Chunk],
+        labels: Tensor,
+        keep: Tensor,
+        engine: Engine,
+        *,
+        weighting: str = "equal",
+        field: str = "params",
+    ) -> tuple[Tensor, Tensor]:
+        """Average the answers of each cluster, by labels [N]: the means [K, P] and the ids of those who answered [n].
+
+        A cluster without an answer keeps its row of `keep` [K, P].
+        """
+        average = self.mean_of(len(keep), engine, like=keep)
+        answered = add_answers(average, chunks, labels, weighting, field)
+        return average.means(keep=keep), answered
 
     @property
     def trimmed(self) -> float:
-        """The share of clients that a clustering leaves out as outliers."""
+        """The share of clients that the first clustering excludes as outliers."""
         return 0.0 if self.robust == "none" else self.robust_share
 
 
-def _sorted(rows: Tensor) -> Tensor:
-    """Each column sorted; numpy is about nine times faster at it than torch on a CPU."""
-    if rows.is_cuda:
-        return rows.sort(0).values
-    return torch.from_numpy(np.sort(rows.numpy(), axis=0))
+def samples_of(chunk: Chunk) -> Tensor:
+    """Sample counts [c] where the answer has them; otherwise ones."""
+    samples = chunk.answer.get("samples")
+    return torch.ones(len(chunk.clients), device=chunk.answer.params.device) if samples is None else samples
+
+
+def fits_in_memory(num_models: int, engine: Engine) -> bool:
+    """Whether the server may hold so many models at once."""
+    return num_models * engine.task.layout.size * engine.dtype.itemsize <= engine.memory_budget()

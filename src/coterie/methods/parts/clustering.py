@@ -1,6 +1,6 @@
-"""Grouping of models: distances, k-means with restarts, sketches, running means of clusters.
+"""Clustering of models: distances, running means, k-means with restarts, sketches.
 
-Nothing here sees true groups or test data, and no result depends on the order of the clients.
+Nothing here sees true groups or test data, and no result depends on the order of clients.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch.nn.functional import normalize
 
 from coterie.randomness import Rng, bits, race
 
-_PIECE = 1 << 20  # numbers looked at together
-_BLOCK = 2048  # columns of models that are folded at a time
-_GRAM = 2048  # rows of which all pairs are looked at
+_PIECE = 1 << 20  # numbers processed at a time
+_BLOCK = 2048  # columns that are folded at a time
+_GRAM = 2048  # rows up to which the matrix of their products is used
 
 
 def squared_distances(rows: Tensor, centers: Tensor) -> Tensor:
     """Squared L2 distance of each row [c, D] to each center [K, D]: [c, K].
 
-    By differences, not by a matrix product: models of one run are close together and far from zero, where
+    Computed from differences: models of one run are close together and far from zero, where the matrix product
     ||a||^2 - 2ab + ||b||^2 loses all digits.
     """
     found = torch.zeros(len(rows), len(centers), dtype=rows.dtype, device=rows.device)
-    # Some columns at a time: the differences of large models then stay in the cache.
+    # A few columns at a time, so that the differences of large models stay in the cache.
     width = max(1, _PIECE // max(1, len(rows)))
     for part, other in zip(rows.split(width, dim=1), centers.split(width, dim=1), strict=True):
         for k, center in enumerate(other):
@@ -41,7 +41,7 @@ def cosine_distances(rows: Tensor, centers: Tensor) -> Tensor:
 
 
 class CenterSums:
-    """Running sums of the members of K clusters, so that no round holds more than a chunk of models."""
+    """Running sums of the members of K clusters: a round never holds more than a chunk of models."""
 
     def __init__(self, num_clusters: int, like: Tensor) -> None:
         self._sums = torch.zeros(num_clusters, like.shape[-1], dtype=like.dtype, device=like.device)
@@ -58,7 +58,7 @@ class CenterSums:
 
     def means(self, keep: Tensor) -> Tensor:
         """The mean of each cluster [K, P]; a cluster without members keeps its row of `keep`."""
-        # A mean over nobody is NaN: such a cluster keeps its center.
+        # A mean over no members is NaN.
         empty = (self.weights == 0).unsqueeze(1)
         means = self._sums / self.weights.clamp_min(1e-300).to(self._sums.dtype).unsqueeze(1)
         return torch.where(empty, keep, means)
@@ -70,24 +70,18 @@ class KMeans:
 
     labels: Tensor  # int64 [N]
     centers: Tensor  # [K, D]
-    inertia: float  # sum of squared distances to the own center, outliers aside
-    outliers: Tensor  # bool [N]: rows that were left out of the centers; they have the nearest center's label
+    inertia: float  # sum of squared distances to the centers, without outliers
+    outliers: Tensor  # bool [N]: excluded from the centers; labeled by the nearest one
 
 
 def kmeans(
-    rows: Tensor,
-    num_clusters: int,
-    rng: Rng,
-    keys: Tensor,
-    restarts: int = 20,
-    iterations: int = 100,
-    trim: int = 0,
+    rows: Tensor, num_clusters: int, rng: Rng, keys: Tensor, restarts: int = 20, iterations: int = 100, trim: int = 0
 ) -> KMeans:
-    """Lloyd's k-means from several k-means++ starts, all at once; the one with the least inertia is kept.
+    """Lloyd's k-means from several k-means++ seedings, computed together; the one with the least inertia is kept.
 
-    `keys` [N] name the rows: seeding is a race between them, so that the order of rows does not matter. With `trim`,
-    the so many rows that are farthest from their centers do not move them (trimmed k-means, Cuesta-Albertos et al.
-    1997), and the so many farthest from the seeds so far are no seeds: k-means++ likes outliers.
+    `keys` [N] identify the rows: seeding is a race between keys, so the order of rows does not matter. With `trim`, the
+    `trim` rows farthest from their centers do not move them (trimmed k-means, Cuesta-Albertos et al. 1997), and the
+    `trim` rows farthest from the seeds so far cannot become seeds, since k-means++ favors outliers.
     """
     trim = min(trim, len(rows) - num_clusters)
     mean = rows.mean(0)
@@ -110,19 +104,19 @@ def kmeans(
         counts = members.sum(2, keepdim=True)
         centers = torch.where(counts > 0, members @ x / counts.clamp_min(1), centers)
         _revive(centers, counts, x, distances, labels)
-    # One restart after the other: all at once would take R times the memory of the rows.
+    # One restart at a time: all together would need R times the memory of the rows.
     inertia = torch.stack([(x - centers[r][labels[r]])[kept[r]].square().sum() for r in range(restarts)])  # [R]
-    # The first of those that are equal but for rounding, so that rounding does not name the clusters.
+    # Of restarts that differ by rounding only the first, so that rounding does not decide the labels.
     best = int((inertia <= inertia.min() * (1 + 1e-9) + 1e-300).nonzero()[0])
     found = _centers_of(rows, x, centers[best], labels[best], kept[best])
     return KMeans(labels[best].cpu(), found, float(inertia[best]), ~kept[best].cpu())
 
 
 def _reduced(rows: Tensor, mean: Tensor) -> Tensor:
-    """Rows [N, D] around zero, or fewer coordinates [N, N] with the same distances between them.
+    """Centered rows [N, D], or coordinates [N, N] with the same distances if N is smaller.
 
-    Everything k-means looks at are distances, and N points lie in N dimensions: their coordinates are the square root
-    of the matrix of their products. Models are long and clients few.
+    k-means uses distances only, and N points span N dimensions: the square root of the matrix of their products gives
+    coordinates. There are few clients, and models are large.
     """
     count, size = rows.shape
     if size <= count or count > _GRAM:
@@ -130,19 +124,19 @@ def _reduced(rows: Tensor, mean: Tensor) -> Tensor:
         return x.double() if x.numel() <= 1 << 24 else x
     products = torch.zeros(count, count, dtype=torch.float64, device=rows.device)
     for part, middle in zip(rows.split(_PIECE // count, dim=1), mean.split(_PIECE // count), strict=True):
-        near = part.double() - middle.double()
-        products += near @ near.T
+        centered = part.double() - middle.double()
+        products += centered @ centered.T
     values, vectors = torch.linalg.eigh(products)
     found: Tensor = vectors * values.clamp_min(0).sqrt()
     return found
 
 
 def _centers_of(rows: Tensor, x: Tensor, centers: Tensor, labels: Tensor, kept: Tensor) -> Tensor:
-    """The centers of a clustering of the reduced rows `x` among the rows themselves: [K, D]."""
+    """The centers [K, D] of the rows, given a clustering of the reduced rows `x`."""
     member = torch.nn.functional.one_hot(labels, len(centers)).to(rows.dtype) * kept.to(rows.dtype).unsqueeze(1)
     counts = member.sum(0).unsqueeze(1)  # [K, 1]
     means = (member / counts.T.clamp_min(1)).T @ rows
-    alone = squared_distances(centers, x).argmin(1)  # a center without members lies on a row
+    alone = squared_distances(centers, x).argmin(1)  # a center without members is one of the rows
     return torch.where(counts > 0, means, rows[alone])
 
 
@@ -153,13 +147,13 @@ def _without_farthest(distances: Tensor, count: int) -> Tensor:
 
 
 def _seeds(x: Tensor, num_clusters: int, rng: Rng, keys: Tensor, trim: int = 0) -> Tensor:
-    """k-means++ (Arthur and Vassilvitskii 2007): far rows are more likely to be the next seed. [K, D]"""
+    """k-means++ seeds [K, D] (Arthur and Vassilvitskii 2007): far rows are more likely to be the next seed."""
     first = race(rng.at(0), keys, torch.ones(len(x), device=x.device))
     chosen = [int(first)]
     nearest = (x - x[chosen[0]]).square().sum(1)
     for k in range(1, num_clusters):
         weights = nearest if trim <= 0 else nearest * _without_farthest(nearest.unsqueeze(0), trim)[0]
-        # Where all rows coincide with seeds, any of them will do.
+        # If all rows coincide with seeds, any row will do.
         weights = weights if float(weights.sum()) > 0 else torch.ones_like(nearest)
         chosen.append(int(race(rng.at(k), keys, weights)))
         nearest = torch.minimum(nearest, (x - x[chosen[-1]]).square().sum(1))
@@ -167,7 +161,7 @@ def _seeds(x: Tensor, num_clusters: int, rng: Rng, keys: Tensor, trim: int = 0) 
 
 
 def _revive(centers: Tensor, counts: Tensor, x: Tensor, distances: Tensor, labels: Tensor) -> None:
-    """A center that lost all its rows moves to the row that is farthest from its own center."""
+    """Move a center without rows to the row that is farthest from its center."""
     for restart, cluster in (counts[..., 0] == 0).nonzero().tolist():
         own = distances[restart].gather(0, labels[restart].unsqueeze(0))[0]
         farthest = int(own.argmax())
@@ -178,8 +172,8 @@ def _revive(centers: Tensor, counts: Tensor, x: Tensor, distances: Tensor, label
 class Sketch:
     """A count sketch (Charikar et al. 2002): [c, P] -> [c, width], keeping distances in expectation.
 
-    Entry j gets a random sign and is added to bucket j mod width: no matrix is held, and a GPU adds the
-    folds in a fixed order.
+    Entry j gets a random sign and is added to bucket j mod width. This needs no matrix, and a GPU adds in a fixed
+    order.
     """
 
     def __init__(self, size: int, width: int, rng: Rng, device: torch.device) -> None:
@@ -193,9 +187,9 @@ class Sketch:
 
 
 def fold(rows: Tensor, signs: Tensor, width: int) -> Tensor:
-    """A count sketch, entry j, with its sign, is added to bucket j mod width.
+    """Add entry j, with its sign, to bucket j mod width.
 
-    Block after block into one small sum: copies as large as the models would cost more than the arithmetic.
+    Block by block into one small sum: copies as large as the models would cost more than the arithmetic.
 
     >>> fold(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]), torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0]), 2)
     tensor([[3., 6.]])
@@ -213,5 +207,5 @@ def fold(rows: Tensor, signs: Tensor, width: int) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def sketch_of(size: int, width: int, rng: Rng, device: torch.device) -> Sketch:
-    """A sketch that is made once: drawing the signs of a large model takes longer than using them."""
+    """A cached sketch: drawing the signs of a large model takes longer than using them."""
     return Sketch(size, width, rng, device)

@@ -1,10 +1,9 @@
-"""The guard: notices broken clusters after a round and repairs them.
+"""The guard: finds broken clusters after a round and repairs them.
 
-An empty cluster, or two centers that are the same, are repaired: the cluster whose members pull apart most is split
-by 2-means on sketches of their updates, and the freed center becomes the mean of one half. And a client whose first
-model, begun at the same point as everyone's, is clearly nearer to those of another cluster is moved there. Every
-repair is recorded with round and reason. The guard sees what the server sees anyway (models, labels): neither true
-groups nor test data.
+If a cluster is empty, or two centers are the same, the cluster whose members disagree most is split by 2-means on
+sketches of their updates, and the free center becomes the mean of one half. A client whose first model is clearly
+nearer to those of another cluster is moved there. Every repair is recorded with round and reason. The guard uses only
+what the server sees anyway (models and labels): neither true groups nor test data.
 """
 
 from __future__ import annotations
@@ -15,25 +14,18 @@ import torch
 from torch import Tensor
 
 from coterie.engines.base import Engine
-from coterie.methods.base import ClusterState
-from coterie.methods.parts.centers import (
-    REST,
-    C,
-    CenterMethod,
-    RoundUpdate,
-    Watch,
-    first_model_distances,
-    samples_of,
-)
+from coterie.methods.base import ClusterState, Repair
+from coterie.methods.parts.averaging import add_answers
+from coterie.methods.parts.centers import REST, C, CenterMethod, RoundUpdate, Watch, first_model_distances
 from coterie.methods.parts.clustering import kmeans
 from coterie.randomness import Rng
 
-_SAME = 0.05  # centers nearer than this share of a typical update are the same
+_SAME = 0.05  # centers closer than this share of a typical update are the same
 _CLEARLY = 0.7  # a client is moved only if another cluster is nearer by this factor (of the squared distance)
 
 
 def guarded(method: CenterMethod[C], before: C, update: RoundUpdate[C], engine: Engine, rng: Rng) -> C:
-    """The state after a round, with what is broken repaired where the method has its guard on."""
+    """The state after a round; broken clusters are repaired if the guard is on."""
     after = update.averaged()
     if not method.guard:
         return after
@@ -42,10 +34,10 @@ def guarded(method: CenterMethod[C], before: C, update: RoundUpdate[C], engine: 
 
 
 def reassigned(state: C, engine: Engine) -> C:
-    """Move clients that the start put into the wrong cluster, and that stay there because they train from there.
+    """Move clients that the start put into a wrong cluster, and that stay there because they train from its center.
 
-    They are judged by their first models, which all began at the same point. A client that has changed its cluster by
-    itself is left alone: it may have become another kind since.
+    First models decide, since all started from the same point. A client that has changed its cluster in a round is
+    left alone: its data may have changed.
     """
     if len(state.sketches) != len(state.labels) or engine.round % 2:
         return state
@@ -58,58 +50,47 @@ def reassigned(state: C, engine: Engine) -> C:
         return state
     labels = torch.where(wrong, best.indices.cpu(), state.labels)
     reason = f"{int(wrong.sum())} client(s) were nearer to another cluster by their first models, and moved there"
-    repair = {"round": engine.round, "cluster": None, "reason": reason}
-    return replace(state, labels=labels, repairs=[*state.repairs, repair], stable_rounds=0)
+    return _recorded(replace(state, labels=labels), None, reason, engine)
 
 
 def repaired(method: CenterMethod[C], before: C, after: C, engine: Engine, watch: Watch, rng: Rng) -> C:
-    """Repair one broken cluster, if there is one; the state after it, with the repair recorded."""
+    """Repair one broken cluster, if there is one, and record the repair."""
     if not watch or method.num_clusters < 2 or engine.round - after.repaired_in < REST:
         return after
     clients, started, updates = watch.result()
-    labels = after.labels.clone()
     broken, reason = _find_broken(after, updates, engine)
     if broken is None:
         return after
+    labels = after.labels.clone()
     labels[labels == broken] = _nearest_other(after, broken, engine)
     split = split_widest(updates, labels[clients], engine.keys[clients], method.num_clusters, rng.at("split"))
     if split is None:
         return after
     wide, half = split
-    members = clients[labels[clients] == wide]
+    inside = labels[clients] == wide
+    members, rows = clients[inside], started[inside]
     leaving = members[half]
     labels[leaving] = broken
-    # The members train once more, in the same way: their models are needed again, and come back the same.
+    # The members train once more from the same rows, because their models were not kept.
     average = method.average(before, engine)
-    started_of = {int(c): int(r) for c, r in zip(clients, started, strict=True)}
-    rows = torch.tensor([started_of[int(c)] for c in members])
-    answered = 0
     engine.begin(engine.round, "repair")
-    for chunk in method.train_from(before, engine, members, rows, rng.at("train")):
-        weights = samples_of(chunk) if method.weighting == "samples" else None
-        average.add(chunk.answer.params, labels[chunk.clients], weights)
-        answered += int((labels[chunk.clients] == broken).sum())
+    chunks = method.train_from(before, engine, members, rows, rng.at("train"))
+    answered = add_answers(average, chunks, labels, method.weighting)
     engine.begin(engine.round, "round")
-    if not answered:
-        return after  # nothing to make the freed center of
-    kept = len(members) - len(leaving)
-    repair = {
-        "round": engine.round,
-        "cluster": broken,
-        "reason": f"{reason}: cluster {wide} was split into {kept} and {len(leaving)} clients",
-    }
-    return replace(
-        after,
-        centers=average.means(keep=after.centers),
-        labels=labels,
-        repaired_in=engine.round,
-        stable_rounds=0,
-        repairs=[*after.repairs, repair],
-    )
+    if not bool((labels[answered] == broken).any()):
+        return after  # no model for the free center
+    reason += f": cluster {wide} was split into {len(members) - len(leaving)} and {len(leaving)} clients"
+    after = replace(after, centers=average.means(keep=after.centers), labels=labels, repaired_in=engine.round)
+    return _recorded(after, broken, reason, engine)
+
+
+def _recorded(state: C, cluster: int | None, reason: str, engine: Engine) -> C:
+    repair = Repair(round=engine.round, cluster=cluster, reason=reason)
+    return replace(state, repairs=[*state.repairs, repair], stable_rounds=0)
 
 
 def _find_broken(state: ClusterState, updates: Tensor, engine: Engine) -> tuple[int | None, str]:
-    """The first cluster that is empty or the same as another, and why."""
+    """The first cluster that is empty or the same as another, and the reason."""
     sizes = torch.bincount(state.labels[state.labels >= 0], minlength=state.num_clusters)
     empty = (sizes == 0).nonzero().flatten().tolist()
     if empty:
@@ -125,7 +106,7 @@ def _find_broken(state: ClusterState, updates: Tensor, engine: Engine) -> tuple[
 
 
 def _nearest_other(state: ClusterState, broken: int, engine: Engine) -> int:
-    """The center nearest to a broken one: where its members, if it has any, go."""
+    """The center nearest to a broken one, which takes over its members."""
     cut = engine.task.layout.num_parameters
     apart = (state.centers[:, :cut] - state.centers[broken, :cut]).norm(dim=1)
     apart[broken] = torch.inf
@@ -135,10 +116,10 @@ def _nearest_other(state: ClusterState, broken: int, engine: Engine) -> int:
 def split_widest(
     updates: Tensor, labels: Tensor, keys: Tensor, num_clusters: int, rng: Rng, least: int = 2
 ) -> tuple[int, Tensor] | None:
-    """The cluster whose members pull apart most, and which of its members leave: [members] bool.
+    """The cluster whose members disagree most, and which of its members leave: bool [members].
 
-    For each cluster 2-means on its members' updates; the gain is what splitting takes off the sum of squares,
-    relative to that sum, times the number of members.
+    2-means on the updates of each cluster; the gain is the relative reduction of the sum of squares by the split,
+    times the number of members.
     """
     best: tuple[float, int, Tensor] | None = None
     for k in range(num_clusters):

@@ -1,14 +1,13 @@
-"""Pseudo data: inputs that K models would call class k, made on the server from the models alone.
+"""Pseudo data: inputs that K models classify as class k, generated on the server from the models alone.
 
-Two samplers, and the class-wise distance of models that is measured on what they make: sections 3.2, 3.3 and 4 of
-MD-ICFL (Zhang, Zhang, Cheng, Bao, Cao, Jiang, Xu 2024, "Communication-efficient clustered federated learning via
-model distance"). All K centers are one program. Each starts from the same noise, so that its samples depend on
-nothing but itself and the rng: not on K, on its number, or on the other centers.
+Two samplers, and the class-wise distance of models on their samples: sections 3.2, 3.3 and 4 of MD-ICFL (Zhang, Zhang,
+Cheng, Bao, Cao, Jiang, Xu 2024, "Communication-efficient clustered federated learning via model distance"). All K
+centers are computed together. Each starts from the same noise, so its samples depend only on itself and the rng: not on
+K, its label or the other centers.
 
-    forward = Forward(network, input_shape)                              # found out once: stacked, or one at a time
     x = search(forward, centers, num_classes, input_shape, rng)          # [K, L, M, ...], or generate(...)
-    told = probabilities(forward, centers, x)                            # [K, L, M, L]
-    distances = class_distances(forward, models, told, x)                # [c, K, L]
+    predictions = probabilities(forward, centers, x)                     # [K, L, M, L]
+    distances = class_distances(forward, models, predictions, x)         # [c, K, L]
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ def search(
     prior_mean: float | Tensor = 0.0,
     at_once: int | None = None,
 ) -> Tensor:
-    """Back-searching (MD-ICFL-1): Gaussian noise moved by Adam until center j calls it class k.
+    """Back-searching (MD-ICFL-1): Adam moves Gaussian noise until center j classifies it as class k.
 
-    Every sample minimises its own loss, eq. (6) with lambda = `prior_weight` and mu = `prior_mean`, so the
-    samples may be taken in pieces, `at_once` of them (over all centers), and the result is the same.
-    Returns M = `samples` inputs for each center and class: [K, L, M, *input_shape].
+    Every sample minimises its own loss, Eq. 6 with lambda = `prior_weight` and mu = `prior_mean`. So the samples can
+    be computed in pieces of `at_once` (over all centers) with the same result.
+    Returns M = `samples` inputs per center and class: [K, L, M, *input_shape].
     """
     _check(forward, num_classes)
     shape, num_centers = tuple(input_shape), len(centers)
@@ -83,9 +82,9 @@ def generate(
     prior_weight: float = 0.1,
     prior_mean: float | Tensor = 0.0,
 ) -> Tensor:
-    """Generator-based sampling (MD-ICFL-2): for each center a conditional generator, trained by eq. (7).
+    """Generator-based sampling (MD-ICFL-2): one conditional generator per center, trained by Eq. 7.
 
-    In every iteration each generator makes `batch` >= 2 inputs of random classes; afterwards M = `samples` of each
+    In every iteration each generator produces `batch` >= 2 inputs of random classes; in the end M = `samples` of each
     class. The paper does not give the width of the hidden layer. Returns [K, L, M, *input_shape].
     """
     _check(forward, num_classes)
@@ -94,7 +93,7 @@ def generate(
     adam = _Adam(generators.flat, lr, iterations)
 
     def conditioned(keys: Tensor, y: Tensor) -> Tensor:
-        """Noise from each key beside the label: keys [...], y [..., n] -> [..., n, noise + L]."""
+        """Noise and one-hot labels: keys [...], y [..., n] -> [..., n, noise + L]."""
         random = normal(keys, y.shape[-1] * noise).reshape(*y.shape, noise)
         return torch.cat([random, nn.functional.one_hot(y, num_classes)], dim=-1).to(centers.dtype)
 
@@ -103,7 +102,7 @@ def generate(
     inputs = conditioned(rng.at("noise").keys(turns), classes)  # [T, batch, noise + L]
 
     def step() -> None:
-        now = adam.done  # a tensor, so that a recorded step finds the next batch by itself
+        now = adam.done  # a tensor, so that a recorded step reads the next batch when it is replayed
         x = generators(inputs.index_select(0, now)[0], train=True).unflatten(-1, shape)  # [K, batch, ...]
         losses = _losses(forward, centers, x, classes.index_select(0, now)[0], prior_weight, prior_mean)
         adam.update(*torch.autograd.grad(losses.mean(1).sum(), generators.weights))
@@ -115,38 +114,36 @@ def generate(
     return x.reshape(len(centers), num_classes, samples, *shape)
 
 
-# ---- what is measured on the samples ----
+# ---- distances on the samples ----
 
 
 @torch.no_grad()
 def probabilities(forward: Forward, centers: Tensor, x: Tensor, *, at_once: int = 2048) -> Tensor:
-    """What each center says of its own samples: x [K, L, M, ...] -> softmax [K, L, M, L]."""
+    """The predictions of each center on its own samples: x [K, L, M, ...] -> softmax [K, L, M, L]."""
     pieces = x.flatten(1, 2).split(max(1, at_once // len(centers)), dim=1)
-    told = torch.cat([forward.each(centers, piece).softmax(-1) for piece in pieces], dim=1)
-    return told.reshape(*x.shape[:3], -1)
+    predictions = torch.cat([forward.each(centers, piece).softmax(-1) for piece in pieces], dim=1)
+    return predictions.reshape(*x.shape[:3], -1)
 
 
 @torch.no_grad()
-def class_distances(
-    outputs: Outputs, models: Tensor, centers_probabilities: Tensor, x: Tensor, *, at_once: int = 2048
-) -> Tensor:
-    """How far models [c, P] are from center j on its samples of class k: d [c, K, L], each in [0, 2].
+def class_distances(outputs: Outputs, models: Tensor, predictions: Tensor, x: Tensor, *, at_once: int = 2048) -> Tensor:
+    """The distance of models [c, P] to center j on its samples of class k: [c, K, L], each in [0, 2].
 
-    The mean over the M samples of the L1 distance of the two softmax outputs, eq. (5). All models see all the
-    samples, and never more than `at_once` (model, sample) pairs are computed together; a GPU likes more.
+    The mean over the M samples of the L1 distance of the two softmax outputs, Eq. 5. All models are evaluated on all
+    samples, at most `at_once` (model, sample) pairs together.
     """
     num_centers, num_classes, samples = x.shape[:3]
     if not len(models):
         return x.new_zeros(0, num_centers, num_classes)
     inputs = x.flatten(0, 2)  # [K * L * M, ...]
-    told = centers_probabilities.flatten(0, 2)  # [K * L * M, L]
-    # Few models with all samples rather than all models with few: weights are then read once.
+    expected = predictions.flatten(0, 2)  # [K * L * M, L]
+    # Few models on all samples rather than all models on few: weights are then read once.
     group = max(1, at_once // len(inputs))
     distances = []
     for some in models.split(group):
-        pieces = _pieces(max(1, at_once // group), inputs, told)
-        apart = [(outputs(some, piece).softmax(-1) - theirs).abs().sum(-1) for piece, theirs in pieces]
-        distances.append(torch.cat(apart, dim=1))
+        pieces = _pieces(max(1, at_once // group), inputs, expected)
+        parts = [(outputs(some, piece).softmax(-1) - other).abs().sum(-1) for piece, other in pieces]
+        distances.append(torch.cat(parts, dim=1))
     return torch.cat(distances).reshape(len(models), num_centers, num_classes, samples).mean(-1)
 
 
@@ -158,23 +155,23 @@ def _losses(
 ) -> Tensor:
     """Loss of each sample: x [K, n, ...], y [n] -> [K, n]."""
     outputs = forward.each(centers, x)
-    surprise: Tensor = cross_entropy(outputs.flatten(0, 1), y.repeat(len(x))).reshape(x.shape[:2])
-    # The norm itself, not its square, as in the paper; torch gives it the gradient 0 where it is 0.
+    losses: Tensor = cross_entropy(outputs.flatten(0, 1), y.repeat(len(x))).reshape(x.shape[:2])
+    # The norm, not its square, as in the paper; its gradient in torch is 0 where it is 0.
     distance: Tensor = torch.linalg.vector_norm((x - prior_mean).flatten(2), dim=-1)
-    return surprise + 0.5 * prior_weight * distance
+    return losses + 0.5 * prior_weight * distance
 
 
 class _Generators:
-    """K conditional generators: dense, BatchNorm, ReLU, dense. All get the same inputs and the same first weights."""
+    """K conditional generators: dense, BatchNorm, ReLU, dense. All have the same inputs and initial weights."""
 
     def __init__(self, count: int, inputs: int, hidden: int, outputs: int, rng: Rng, like: Tensor) -> None:
         self._count, self._hidden = count, hidden
 
         def start(name: str, fan_in: int, *shape: int) -> Tensor:
-            """As torch starts a dense layer: uniform within 1 / sqrt(fan in)."""
+            """As torch initializes a dense layer: uniform within 1 / sqrt(fan in)."""
             return ((2 * rng.at(name).uniform(*shape) - 1) / math.sqrt(fan_in)).to(like)
 
-        # No bias before the BatchNorm, which would take it away again.
+        # No bias before the BatchNorm, which would cancel it.
         values = [
             start("first", inputs, inputs, hidden).repeat(1, count),  # [in, K * H]
             like.new_ones(count * hidden),  # scale and shift of the BatchNorm
@@ -184,12 +181,12 @@ class _Generators:
         ]
         self.flat = torch.cat([value.flatten() for value in values])
         parts = self.flat.split([value.numel() for value in values])
-        # Views of the flat vector: what Adam does to it, it does to them.
+        # Views of the flat vector, so that Adam updates them with it.
         self.weights = [p.view(v.shape).detach().requires_grad_() for p, v in zip(parts, values, strict=True)]
         self._mean, self._var = like.new_zeros(count * hidden), like.new_ones(count * hidden)
 
     def __call__(self, inputs: Tensor, *, train: bool) -> Tensor:
-        """[n, in] -> [K, n, out]; in train mode by the statistics of the batch, else by the running ones."""
+        """[n, in] -> [K, n, out], normalized by batch statistics in train mode, otherwise by running ones."""
         first, scale, shift, second, bias = self.weights
         found = nn.functional.batch_norm(inputs @ first, self._mean, self._var, scale, shift, training=train)
         found = found.relu().reshape(-1, self._count, self._hidden).transpose(0, 1)  # [K, n, H]
@@ -197,7 +194,7 @@ class _Generators:
 
 
 class _Adam:
-    """Adam (Kingma and Ba, 2015) on one tensor, in place; its count is a tensor, so that a step can be recorded."""
+    """Adam (Kingma and Ba 2015) on one tensor, in place; its count is a tensor, so that a step can be recorded."""
 
     def __init__(self, values: Tensor, lr: float, steps: int, betas: tuple[float, float] = (0.9, 0.999)) -> None:
         self._values = values.detach()
@@ -211,7 +208,7 @@ class _Adam:
         self._floor = (1e-8 / rate).to(values)
 
     def update(self, *gradients: Tensor) -> None:
-        """One step along the gradients, which together have the size of the values."""
+        """One step along the gradients, which together have as many entries as the values."""
         gradient = gradients[0] if len(gradients) == 1 else torch.cat([g.flatten() for g in gradients])
         self._mean.lerp_(gradient, 1 - self._betas[0])
         self._square.mul_(self._betas[1]).addcmul_(gradient, gradient, value=1 - self._betas[1])
@@ -221,9 +218,9 @@ class _Adam:
 
 
 def _repeat(step: Callable[[], None], times: int, *, recorded: bool) -> None:
-    """Do a step so many times; recorded once as a CUDA graph and replayed, where that can be done."""
+    """Repeat a step; with `recorded`, record it once as a CUDA graph and replay it, if possible."""
     with torch.enable_grad():
-        first = min(times, 3)  # a graph wants a few steps before it, on a stream that is not the default one
+        first = min(times, 3)  # a graph needs a few steps before it, on a side stream
         if not recorded or times <= 2 * first:
             for _ in range(times):
                 step()
@@ -237,8 +234,8 @@ def _repeat(step: Callable[[], None], times: int, *, recorded: bool) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                step()  # only recorded: nothing is computed yet
-        except RuntimeError:  # the network waits for the GPU somewhere
+                step()  # only recorded, not computed
+        except RuntimeError:  # the network synchronizes with the GPU
             for _ in range(times - first):
                 step()
             return
@@ -256,9 +253,9 @@ def _key(rng: Rng, like: Tensor) -> Tensor:
 
 def _check(forward: Forward, num_classes: int) -> None:
     if num_classes < 1:
-        raise ConfigError("Pseudo data is made for classes, and this task has none; use another method.")
+        raise ConfigError("Pseudo data are generated for classes, and this task has none; use another method.")
     if not forward.differentiable:
         raise ModelError(
-            "The network gives its inputs no gradient (are they whole numbers, such as characters?), and pseudo data "
-            "is found by following it; use another method."
+            "The network has no gradient with respect to its inputs (are they integers, such as characters?), and "
+            "pseudo data are generated by following it; use another method."
         )
