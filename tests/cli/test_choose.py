@@ -158,7 +158,7 @@ def test_auto_from_a_config_file_and_a_number_that_overrides_it(command: Command
 def test_auto_with_a_method_without_clusters_is_not_used(command: Command):
     done = command("run", "-a", "fedavg", *SMALL, "--rounds", 1, "--clusters", "auto")
     assert done.code == 0
-    assert "note: fedavg has no clusters: --clusters is not used" in done.err
+    assert "note: fedavg has no clusters; --clusters is ignored" in done.err
     assert "choosing" not in done.err
 
 
