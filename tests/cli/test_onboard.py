@@ -108,7 +108,7 @@ def test_one_newcomer_is_enough(command: Command, runs: Path):
             ("--dataset", "digits", "--set", "work.lr=1"),
             "--set takes fields of dataset or scenario here.",
         ),
-        (("--dataset", "synthetic"), "the run was trained on (1, 8, 8)"),
+        (("--dataset", "synthetic"), "the run was trained on samples of shape (1, 8, 8)"),
         (("--dataset", "none.npz"), "There is no file none.npz."),
     ],
 )

@@ -26,17 +26,16 @@ from torch import Tensor
 
 from coterie.client.block import Answer, Block, Models, client_step
 from coterie.client.work import SGD
-from coterie.data.federation import Federation
 from coterie.engines import make_engine
 from coterie.engines.base import Chunk, Engine
 from coterie.errors import ConfigError
 from coterie.methods.fesem import FeSEM
 from coterie.methods.parts.centers import CenterState
 from coterie.methods.parts.clustering import CenterSums, Sketch, kmeans
-from coterie.randomness import Rng, uniform
+from coterie.randomness import Rng
 from coterie.runs.experiment import Experiment
 from coterie.runs.metrics import METRICS, of_scores
-from coterie.runs.newcomers import split_unseen
+from coterie.runs.newcomers import shuffled, split_unseen
 from coterie.runs.settings import LARGEST_K, PROBE_CLIENTS, PROBE_ROUNDS
 from coterie.settings import check
 
@@ -110,7 +109,8 @@ def choose_k(
     for name, value in {"The smallest K": first, "The largest K": last, "sample": sample, "rounds": rounds}.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"{name} must be an int >= 1. Got {value!r} instead.")
-    clients = _sampled(known, sample, seed)
+    order = shuffled(known, Rng.seed(seed).at("choose-k", "sample"))
+    clients = known.select(order[:sample].sort().values) if sample < len(known) else known
     last = min(LARGEST_K, len(clients)) if last is None else last
     if first > last:
         raise ConfigError(f"The smallest K must be at most the largest, {last}. Got {first} instead.")
@@ -138,14 +138,6 @@ def choose_k(
             observer(rows[-1])
     recommended, reason = recommend(rows)
     return Choice(recommended, reason, tuple(rows), len(start.clients), rounds, seed)
-
-
-def _sampled(federation: Federation, size: int, seed: int) -> Federation:
-    """A random sample of the clients; each client's draw depends on its own key only."""
-    if size >= len(federation):
-        return federation
-    draws = uniform(Rng.seed(seed).at("choose-k", "sample").keys(federation.keys), 1)[:, 0]
-    return federation.select(torch.argsort(draws, stable=True)[:size].sort().values)
 
 
 # ---- FeSEM, a few rounds for each K ----

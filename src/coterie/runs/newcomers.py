@@ -35,9 +35,13 @@ def split_unseen(federation: Federation, share: float, seed: int) -> tuple[Feder
         raise ConfigError(
             f"unseen={share:g} leaves none of {len(federation)} clients to train. Use a smaller fraction."
         )
-    draws = uniform(Rng.seed(seed).at("unseen").keys(federation.keys), 1)[:, 0]
-    order = torch.argsort(draws, stable=True)
+    order = shuffled(federation, Rng.seed(seed).at("unseen"))
     return federation.select(order[count:].sort().values), federation.select(order[:count].sort().values)
+
+
+def shuffled(federation: Federation, rng: Rng) -> Tensor:
+    """Client ids in random order; each client's draw depends on its own key only."""
+    return torch.argsort(uniform(rng.keys(federation.keys), 1)[:, 0], stable=True)
 
 
 def like_the_run(new: Federation, run: Federation) -> Federation:
