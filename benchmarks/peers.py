@@ -325,7 +325,9 @@ def rows_of(bench: Bench, peers: Mapping[str, Peer], repeats: int) -> list[dict[
         for name in peers:
             try:
                 if not errors[name]:
-                    with bench.plain_way():  # peers train one client at a time as the plain loop does
+                    with bench.with_threads(
+                        bench.plain_threads
+                    ):  # peers train one client at a time as the plain loop does
                         action(name)
             except Exception as error:
                 errors[name] = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

@@ -88,7 +88,7 @@ def test_clients_that_keep_their_own_model_get_that_one(digits: Federation):
 
 @pytest.mark.parametrize("who", ["nobody", 8, -1, 1.5])
 def test_a_client_that_is_not_there_is_one_sentence(result: Result, who: Any):
-    with pytest.raises(ConfigError, match=r"There is no client .*; clients are r000-000 \.\.\. r270-001\."):
+    with pytest.raises(ConfigError, match=r"There is no client .*\. Clients are r000-000 \.\.\. r270-001\."):
         result.personal_model(who)
 
 

@@ -1,4 +1,4 @@
-"""Coterie from Python: `run` trains and returns a `Result`; `open_run` opens a finished run."""
+"""The Python API: `run` trains and returns a `Result`; `open_run` opens a finished run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Result(results.Result):
 
     @classmethod
     def of(cls, finished: results.Result) -> Result:
-        """The same result, which notebooks can show."""
+        """The same result, with a view for notebooks."""
         made = cls.__new__(cls)
         made.__dict__.update(finished.__dict__)
         return made
@@ -65,14 +65,14 @@ def run(
     name: str | None = None,
     observer: Listener | None = None,
 ) -> Result:
-    """Train and give back the result.
+    """Train, and return the result.
 
-    `data` is a federation or the name of a dataset, `model` a name or a callable that makes an nn.Module;
-    a named dataset brings the model and the work that suit it. With `out` the run is kept in a folder there.
-    A share `unseen` of the clients takes part in no round and is met at the end; `dropout` is the share of a
-    cohort that fails to answer. `attack` makes a share `attackers` of the clients do harm, and `corrupt` is the share
-    of answers that arrive as NaN: see `coterie.engines.attacks`. Without `keep_pictures` the run folder holds no
-    samples.
+    `data` is a federation or the name of a dataset, which has a default model and default local work. `model` is a name
+    or a callable that makes an nn.Module. With `out`, the run is saved in a folder there.
+
+    Fractions: `participation` of the clients train in a round, `unseen` of them are held out and evaluated at the end,
+    `attackers` of them take part in the simulated `attack`. `dropout` of a cohort fails to answer, and `corrupt` of the
+    answers arrive as NaN: see `coterie.engines.attacks`. With `keep_pictures=False` the folder holds no samples.
 
     >>> result = run("fesem", "rotated-digits", rounds=3, seed=1)
     >>> result.summary["ari"], result.centers.shape[0]
@@ -121,5 +121,5 @@ def run(
 
 
 def open_run(path: str | Path) -> Result:
-    """A finished run of the command line, from its folder; nothing in it is changed."""
+    """A finished run of the command line, from its folder, which is not changed."""
     return Result.of(execution.open_run(path))

@@ -92,10 +92,10 @@ def test_without_matplotlib_there_is_no_plot_and_it_is_said(command: Command, mo
     ("arguments", "said"),
     [
         (("--from", 5, "--to", 3), "The smallest K must be at most the largest, 3. Got 5 instead."),
-        (("--to", 25), "The largest K must be at most the number of clients looked at, 24. Got 25 instead."),
+        (("--to", 25), "The largest K must be at most the number of clients, 24. Got 25 instead."),
         (
             ("--sample", 4, "--to", 5),
-            "The largest K must be at most the number of clients looked at, 4. Got 5 instead.",
+            "The largest K must be at most the number of clients, 4. Got 5 instead.",
         ),
         (("--from", 0), "--from must be an int >= 1. Got '0' instead."),
         (("--to", "many"), "--to must be an int >= 1. Got 'many' instead."),
@@ -158,7 +158,7 @@ def test_auto_from_a_config_file_and_a_number_that_overrides_it(command: Command
 def test_auto_with_a_method_without_clusters_is_not_used(command: Command):
     done = command("run", "-a", "fedavg", *SMALL, "--rounds", 1, "--clusters", "auto")
     assert done.code == 0
-    assert "note: fedavg has no clusters: --clusters is not used" in done.err
+    assert "note: fedavg has no clusters; --clusters is ignored" in done.err
     assert "choosing" not in done.err
 
 

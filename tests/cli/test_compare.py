@@ -129,7 +129,7 @@ def test_a_name_that_is_taken_is_refused(command: Command):
         (["--dataset", "none.npz"], "There is no file none.npz; check the path."),
         (["--model", "lenet"], "takes images of at least 12x12"),
         (["--device", "gpu"], "Got 'gpu' instead."),
-        (["--config", "none.toml"], "There is no config file none.toml."),
+        (["--config", "none.toml"], "There is no config file none.toml. Check the path."),
     ],
 )
 def test_what_cannot_be_compared_costs_nothing(command: Command, arguments: list[str], said: str):

@@ -108,7 +108,7 @@ def test_one_newcomer_is_enough(command: Command, runs: Path):
             ("--dataset", "digits", "--set", "work.lr=1"),
             "--set takes fields of dataset or scenario here.",
         ),
-        (("--dataset", "synthetic"), "the run was trained on (1, 8, 8)"),
+        (("--dataset", "synthetic"), "the run was trained on samples of shape (1, 8, 8)"),
         (("--dataset", "none.npz"), "There is no file none.npz; check the path."),
     ],
 )
@@ -121,7 +121,7 @@ def test_onboard_refuses_in_one_sentence(command: Command, runs: Path, arguments
 def test_onboard_refuses_more_classes(command: Command, runs: Path):
     np.savez("more.npz", x=np.zeros((40, 8, 8), dtype=np.uint8), y=np.arange(40) % 12)
     done = command("onboard", runs / "a", "--dataset", "more.npz")
-    assert done.error == "more has 12 classes, and the run was trained on 10: labels must be less than 10."
+    assert done.error == "more has 12 classes, but the run was trained on 10 classes. Labels must be less than 10."
 
 
 def test_onboard_refuses_a_name_that_is_taken_and_a_folder_that_is_no_run(command: Command, runs: Path):
@@ -165,10 +165,10 @@ def test_export_a_client_that_was_held_out(command: Command, runs: Path):
         (("--client", "r000-000", "--cluster", "1"), "export needs one of --client NAME and --cluster K."),
         (
             ("--client", "r000_000"),
-            "There is no client 'r000_000'; clients are r000-000 ... r270-004. Did you mean 'r000-000'?",
+            "There is no client 'r000_000'. Clients are r000-000 ... r270-004. Did you mean 'r000-000'?",
         ),
-        (("--cluster", "4"), "There is no cluster 4: clusters are 0 ... 3."),
-        (("--cluster", "-1"), "There is no cluster -1: clusters are 0 ... 3."),
+        (("--cluster", "4"), "There is no cluster 4. Clusters are 0 ... 3."),
+        (("--cluster", "-1"), "There is no cluster -1. Clusters are 0 ... 3."),
         (("--cluster", "two"), "--cluster must be an int. Got 'two' instead."),
         (("--cluster", "1", "-o", "no/such/folder.safetensors"), "no/such/folder.safetensors cannot be written"),
     ],

@@ -228,7 +228,7 @@ def test_the_settings_of_a_run_are_a_config_file(command: Command):
 def test_clusters_without_use_are_a_note(command: Command):
     done = command("run", *TINY, "-a", "fedavg", "-k", 3)
     assert done.code == 0
-    assert "note: fedavg has no clusters: --clusters is not used" in done.err
+    assert "note: fedavg has no clusters; --clusters is ignored" in done.err
 
 
 def test_a_network_of_ones_own(command: Command):
@@ -339,7 +339,7 @@ def test_set_to_what_cannot_be(command: Command, assignment: str, said: str):
         ("[run]\nrounds = 'ten'\n", "rounds of Schedule must be an int >= 1. Got 'ten' instead."),
         ("[run]\nalgorithm = 3\n", "algorithm of RunSettings must be a string. Got 3 instead."),
         ("run = 3\n", "must be a table: [run]"),
-        (None, "There is no config file e.toml."),
+        (None, "There is no config file e.toml. Check the path."),
     ],
 )
 def test_a_bad_config_file(command: Command, content: str | None, said: str):

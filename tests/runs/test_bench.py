@@ -1,4 +1,4 @@
-"""The benchmark itself: both ways do the same work, and the table says so."""
+"""The benchmark itself: engine and plain loop do the same work, and the table says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_both_ways_train_the_same_models(name):
+def test_engine_and_plain_loop_train_the_same_models(name):
     made = Bench(SMALL[name], "cpu", precision="float64")
     assert made.difference() < 1e-4  # the plain loop is in float32
     row = made.run(repeats=1)
@@ -24,7 +24,7 @@ def test_both_ways_train_the_same_models(name):
     assert row["plan"]["plan"] in ("native", "layers", "layers+workers", "stacked", "loop")
 
 
-def test_a_way_that_is_wrong_would_show():
+def test_a_wrong_plain_loop_would_show():
     made = Bench(SMALL["mclr"], "cpu")
     made.orders = lambda count: made.federation.train.sizes.new_tensor([range(10)] * count)  # other batches
     made._plain = made._make_plain()
@@ -55,7 +55,7 @@ def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
         (["--set", "work.lr=1"], "--set takes fields of engine here. Got 'work.lr=1' instead."),
     ],
 )
-def test_wrong_input_is_told_in_a_sentence(arguments, said, capsys):
+def test_wrong_input_is_an_error_of_one_sentence(arguments, said, capsys):
     from coterie.cli.main import main
 
     with pytest.raises(SystemExit, match="2"):

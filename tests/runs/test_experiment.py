@@ -85,7 +85,7 @@ DIGESTS = [(0, "fesem"), (0, "fedavg"), (1, "fesem")]
 def test_clusters_for_a_method_without_clusters_is_a_note():
     found = resolve({"run": {"algorithm": "fedavg"}, "algorithm": {"num_clusters": 4}})
     assert found.algorithm == FedAvg()
-    assert found.notes == ["fedavg has no clusters: --clusters is not used"]
+    assert found.notes == ["fedavg has no clusters; --clusters is ignored"]
 
 
 def test_a_field_goes_to_the_methods_that_have_it():

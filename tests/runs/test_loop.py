@@ -172,7 +172,7 @@ def test_no_true_groups_give_null():
     assert [summary[key] for key in ("ari", "nmi", "purity")] == [None, None, None]
 
 
-def test_answers_that_are_not_finite_are_failures_and_the_run_goes_on(tmp_path: Path):
+def test_answers_that_are_not_finite_are_failures_and_the_run_continues(tmp_path: Path):
     result = start(setup("fedavg", work=SGD(lr=1e38, steps=3), rounds=2), tmp_path)
     path = tmp_path / "run"
     assert result.summary["rounds"] == 2
@@ -333,7 +333,7 @@ def test_killed_five_times_over_with_half_written_files(tmp_path: Path, monkeypa
     assert not list((tmp_path / "run").rglob("*.tmp"))
 
 
-def test_a_damaged_last_checkpoint_costs_a_round_and_is_told(tmp_path: Path):
+def test_a_damaged_last_checkpoint_costs_a_round_and_is_reported(tmp_path: Path):
     what = setup()
     start(what, tmp_path, "whole")
     with pytest.raises(Interrupted):

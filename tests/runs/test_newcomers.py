@@ -75,7 +75,7 @@ def test_no_share_is_nobody_and_a_small_share_is_one():
 
 
 def test_somebody_must_be_left_to_train():
-    with pytest.raises(ConfigError, match=r"unseen=0.99 of 9 clients leaves nobody to train"):
+    with pytest.raises(ConfigError, match=r"unseen=0.99 leaves none of 9 clients to train"):
         coterie.run(FedAvg(), ragged_federation(), rounds=1, unseen=0.99)
     with pytest.raises(ConfigError, match="num_clusters of FeSEM must be at most the number of clients, 5"):
         coterie.run(FeSEM(num_clusters=6), ragged_federation(), rounds=1, unseen=0.4)
@@ -171,11 +171,15 @@ def test_under_strong_privacy_only_scores_leave_a_newcomer():
 
 def test_data_that_the_network_cannot_take_are_refused_in_one_sentence():
     run = ragged_federation()
-    with pytest.raises(DataError, match=r"samples of shape \(1, 8, 8\), and the run was trained on \(1, 4, 4\)"):
+    with pytest.raises(
+        DataError, match=r"samples of shape \(1, 8, 8\), but the run was trained on samples of shape \(1, 4, 4\)"
+    ):
         like_the_run(digits(4), run)
-    with pytest.raises(DataError, match="has 5 classes, and the run was trained on 3: labels must be less than 3"):
+    with pytest.raises(
+        DataError, match="has 5 classes, but the run was trained on 3 classes. Labels must be less than 3"
+    ):
         like_the_run(ragged_federation(classes=5), run)
-    with pytest.raises(DataError, match="has numbers to predict, and the run was trained on 3 classes"):
+    with pytest.raises(DataError, match="has numeric targets, but the run was trained on 3 classes"):
         like_the_run(replace(run, num_classes=0), run)
     assert like_the_run(ragged_federation(classes=2), run).num_classes == 3  # newcomers need not have every class
 
@@ -210,17 +214,17 @@ def test_a_run_that_cannot_be_opened_says_why(tmp_path: Path):
     _, path = kept_run(tmp_path)
     config = (path / "config.toml").read_text()
     (path / "config.toml").write_text(config.replace("clients = 12", "clients = 16"))
-    with pytest.raises(RunError, match="has changed since the run was made"):
+    with pytest.raises(RunError, match="has changed since the run began"):
         open_run(path)
     (path / "config.toml").write_text(config)
     last = sorted((path / "checkpoint").glob("round-*"))[-1]
     whole = (last / "state.json").read_bytes()
     (last / "state.json").write_bytes(whole[:-9])
-    with pytest.raises(CheckpointError, match=r"The last checkpoint .* is not there whole\. .*truncated"):
+    with pytest.raises(CheckpointError, match=r"The last checkpoint .* is missing or damaged\. .*is truncated"):
         open_run(path)
     (last / "state.json").write_bytes(whole)
     (path / "summary.json").unlink()
-    with pytest.raises(RunError, match="is not finished; go on with 'coterie resume"):
+    with pytest.raises(RunError, match="is not finished. Resume it with 'coterie resume"):
         open_run(path)
     with pytest.raises(RunError, match="is not a run folder"):
         open_run(tmp_path)

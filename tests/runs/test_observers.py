@@ -1,4 +1,4 @@
-"""Who is told of a run while it goes on."""
+"""Observers follow a run while it trains."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_begin_rounds_end_in_this_order():
     assert others == [("round", 1), ("round", 2), ("end", 2)]
 
 
-def test_a_stopped_run_ends_with_none_and_goes_on_where_it_was(tmp_path: Path):
+def test_a_stopped_run_ends_with_none_and_resumes_where_it_was(tmp_path: Path):
     setup = setup_of(find_algorithm("fedavg")(), schedule=Schedule(rounds=3))
     folder = RunFolder.create(tmp_path, "a", "a", setup.tables())
     diary = Diary()
@@ -54,7 +54,7 @@ def test_a_stopped_run_ends_with_none_and_goes_on_where_it_was(tmp_path: Path):
     assert others == [("round", 3), ("end", 3)]
 
 
-def test_functions_and_observers_are_told_together():
+def test_functions_and_observers_are_called_together():
     diary, rows = Diary(), []
     both = Several([rows.append, None, diary])
     both.begin(RunInfo("x"))
@@ -64,7 +64,7 @@ def test_functions_and_observers_are_told_together():
     assert [kind for kind, _ in diary.pages] == ["begin", "round", "end"]
 
 
-def test_an_observer_need_not_care():
+def test_an_observer_may_ignore_everything():
     silent = Observer()
     silent.begin(RunInfo("x"))
     silent.round({})

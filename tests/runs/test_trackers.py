@@ -16,7 +16,7 @@ from coterie.runs.execution import execute
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Schedule
 from coterie.runs.observers import Observer, RunInfo
-from coterie.runs.trackers import Careful, scalars, trackers
+from coterie.runs.trackers import Tolerant, scalars, trackers
 from tests.cli.conftest import TINY, Command, command
 from tests.helpers import setup_of
 
@@ -73,7 +73,7 @@ def test_tensorboard_reads_the_curves(tmp_path: Path):
     assert found["cluster_size/0"].keys() == {1, 2, 3}
 
 
-def test_tensorboard_goes_on_after_a_stop(tmp_path: Path):
+def test_tensorboard_continues_after_a_resume(tmp_path: Path):
     setup = setup_of(find_algorithm("fesem")(), schedule=Schedule(rounds=4))
     folder = RunFolder.create(tmp_path, "a", "a", setup.tables())
     with pytest.raises(Interrupted):
@@ -83,15 +83,12 @@ def test_tensorboard_goes_on_after_a_stop(tmp_path: Path):
     assert found["accuracy/macro"] == pytest.approx({row["round"]: row["accuracy"]["macro"] for row in result.rows})
 
 
-def test_tensorboard_without_a_folder_is_told_and_the_run_goes_on():
-    told: list[str] = []
+def test_tensorboard_without_a_folder_is_reported_and_the_run_continues():
+    notes: list[str] = []
     setup = setup_of(find_algorithm("fedavg")(), schedule=Schedule(rounds=1))
-    result = execute(setup, None, trackers(["tensorboard"], told.append)[0])
+    result = execute(setup, None, trackers(["tensorboard"], notes.append)[0])
     assert result.summary["rounds"] == 1
-    assert told == [
-        "note: tensorboard is left out from here on: --track tensorboard writes into the run folder; "
-        "give the run one (out=...)."
-    ]
+    assert notes == ["note: tensorboard is disabled: --track tensorboard writes to the run folder; set out."]
 
 
 # ---- MLflow ----
@@ -120,7 +117,7 @@ def test_mlflow_has_settings_curves_and_result(tmp_path: Path, monkeypatch: pyte
     assert json.loads((folder.path / "artifacts" / "mlflow.json").read_text())["run_id"] == found.info.run_id
 
 
-def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_mlflow_continues_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     setup = setup_of(find_algorithm("fesem")(), schedule=Schedule(rounds=4))
@@ -146,14 +143,14 @@ class Broken(Observer):
         raise ConnectionError("nobody answers\nat all")
 
 
-def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on():
-    told: list[str] = []
+def test_a_failing_tracker_is_reported_once_and_the_run_continues():
+    notes: list[str] = []
     inner = Broken()
     setup = setup_of(find_algorithm("fedavg")(), schedule=Schedule(rounds=3))
-    result = execute(setup, None, Careful("mine", inner, told.append))
+    result = execute(setup, None, Tolerant("mine", inner, notes.append))
     assert result.summary["rounds"] == 3
     assert inner.calls == 1
-    assert told == ["note: mine is left out from here on: nobody answers"]
+    assert notes == ["note: mine is disabled: nobody answers."]
 
 
 def test_unknown_and_missing_trackers_are_refused(monkeypatch: pytest.MonkeyPatch):

@@ -1,1 +1,1 @@
-"""One run: settings, round loop, folder, metrics."""
+"""One run: settings, round loop, run folder, metrics."""

@@ -1,9 +1,9 @@
-"""Speed of this machine: our engine against a plain loop.
+"""Speed of this machine: the vectorized engine against a plain loop.
 
-The unit is one client-step: one step of SGD of one client. The plain loop is what a careful user writes: one module
-that is used again for every client, slices of tensors that lie ready, no data loader, the better of one torch thread
-and all. All train the same clients from the same weights on the same batches, and their results are compared. Runs
-alternate, and medians are reported, since machines are shared.
+The unit is a client step: one SGD step of one client. The plain loop is what a careful user writes: one module for all
+clients, slices of tensors in memory, no data loader, and the faster of one torch thread and all. Both train the same
+clients from the same weights on the same batches, and their results are compared. Their rounds alternate, and medians
+are reported, because machines are shared.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from torch import Tensor
 from torch.nn import functional
 
 from coterie.client.steps import train
+from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.federation import Federation
 from coterie.engines import make_engine
 from coterie.engines.base import Engine, resolve_device
-from coterie.methods.base import find_algorithm
 from coterie.methods.parts.clustering import CenterSums
-from coterie.nets.registry import build_model
+from coterie.nets.flat import LOSSES
+from coterie.nets.registry import ModelMaker
 from coterie.randomness import Rng, mix, permutations
-from coterie.runs.experiment import Experiment
-from coterie.runs.settings import Schedule
 from coterie.version import VERSION
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A network, its inputs, and what clients do in a round."""
+    """A network, its inputs, and the local work of a round."""
 
     model: str
     shape: tuple[int, ...]
     batch: int
     steps: int  # of a client in a round
     clients: int
-    plain_clients: int  # that the plain loop trains: it takes as long for each
+    plain_clients: int  # of the plain loop: fewer, since its time per client is constant
     settings: tuple[tuple[str, Any], ...] = ()
     momentum: float = 0.9
 
@@ -65,12 +64,12 @@ GPU_WORKLOADS = {
 
 
 def workloads(device: torch.device) -> dict[str, Workload]:
-    """Those that suit a device."""
+    """The workloads for a device."""
     return GPU_WORKLOADS if device.type == "cuda" else CPU_WORKLOADS
 
 
 def per_step(times: Sequence[tuple[float, float]], client_steps: int) -> tuple[float, float]:
-    """Median wall and processor time of one client-step, in microseconds.
+    """Median wall and processor time of a client step, in microseconds.
 
     >>> per_step([(1.0, 2.0), (9.0, 9.0), (1.0, 2.0)], 10)
     (100000.0, 200000.0)
@@ -95,30 +94,18 @@ class Bench:
             for i in range(workload.clients)
         }
         self.federation = Federation.from_clients(data, num_classes=10, test=0.0, valid=0.0)
-        experiment = Experiment(
-            algorithm=find_algorithm("fedavg")(),
-            algorithm_name="fedavg",
-            data=self.federation,
-            dataset="random",
-            model=workload.model,
-            model_settings=dict(workload.settings),
-            work=self.work,
-            loss="cross_entropy",
-            schedule=Schedule(),
-            engine="vectorized",
-            device=str(self.device),
-            engine_settings=settings,
-        )
-        self.engine: Engine = make_engine("vectorized", experiment.task(), self.federation, str(self.device), settings)
+        make = ModelMaker(workload.model, dict(workload.settings), workload.shape, 10)
+        task = Task.made(make, 0, LOSSES["cross_entropy"], 10, workload.shape, self.work)
+        self.engine: Engine = make_engine("vectorized", task, self.federation, str(self.device), settings)
         self._rng = Rng.seed(1)
         self._plain = self._make_plain()
         self._threads = torch.get_num_threads()
         self.plain_threads = self._best_threads()
 
-    # ---- the two ways ----
+    # ---- the engine and the plain loop ----
 
     def ours(self, clients: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A round of FedAvg's training by the first clients, all by default: the mean model [P], summed in `dtype`."""
+        """A FedAvg round of the first clients, by default all, in the engine: the mean model [P], summed in `dtype`."""
         engine = self.engine
         cohort = engine.everyone()[:clients]
         start, refs = engine.initial().unsqueeze(0), torch.zeros_like(cohort)
@@ -129,14 +116,13 @@ class Bench:
         return sums.means(keep=keep)[0]
 
     def _make_plain(self) -> Callable[[int], Tensor]:
-        work, steps, size = self.work, self.workload.steps, self.workload.batch
-        module = build_model(self.workload.model, dict(self.workload.settings), self.workload.shape, 10, Rng.seed(0))
-        module = module.to(self.device).train()
-        params: list[Tensor] = list(module.parameters())
-        layout, initial = self.engine.task.layout, self.engine.initial()
-        first = [layout.unpack(initial)[slot.name].clone() for slot in layout.parameters]
-        buffers = dict(module.named_buffers())
-        kept = {slot.name: layout.unpack(initial)[slot.name].clone() for slot in layout.buffers}
+        task, work, steps, size = self.engine.task, self.work, self.workload.steps, self.workload.batch
+        assert task.make is not None
+        module = task.make(Rng.seed(0)).to(self.device).train()
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        initial = self.engine.initial()
+        start = {name: value.clone() for name, value in task.layout.unpack(initial).items()}
+        params = [tensors[slot.name] for slot in task.layout.parameters]
         data = [self.federation.samples(i) for i in range(self.workload.plain_clients)]
         ready = [(x.to(self.device), y.to(self.device)) for x, y in data]
         orders = self.orders(self.workload.plain_clients).to(self.device)
@@ -147,67 +133,62 @@ class Bench:
                 x, y = ready[client]
                 x, y = x[orders[client]], y[orders[client]]
                 with torch.no_grad():
-                    torch._foreach_copy_(params, first)
-                    for name, value in kept.items():
-                        buffers[name].copy_(value)
+                    torch._foreach_copy_([tensors[name] for name in start], list(start.values()))
                 optimizer = torch.optim.SGD(params, lr=work.lr, momentum=work.momentum)
                 for step in range(steps):
                     batch = slice(step * size, (step + 1) * size)
                     optimizer.zero_grad(set_to_none=True)
                     functional.cross_entropy(module(x[batch]), y[batch]).backward()
                     optimizer.step()
-                after = [p.detach().flatten() for p in params] + [buffers[name].flatten() for name in kept]
-                total += torch.cat(after)
+                total += torch.cat([tensors[name].detach().flatten() for name in start])
             return total / count
 
         return run
 
     def orders(self, count: int) -> Tensor:
-        """The order of the samples that our clients take, [clients, samples]."""
+        """The order in which the engine's clients use their samples, [clients, samples]."""
         keys = self._rng.keys(self.federation.keys[:count])
         stream = mix(keys ^ Rng(0).at("batches 0").key)
         return permutations(mix(stream), self.federation.train.sizes[:count])
 
     def plain(self) -> Tensor:
-        """The same by the plain loop, for some of the clients."""
-        with self.plain_way():
+        """The same round of some clients in the plain loop."""
+        with self.with_threads(self.plain_threads):
             return self._plain(self.workload.plain_clients)
 
     @contextmanager
-    def plain_way(self) -> Iterator[None]:
-        """With as many torch threads as suit the plain loop."""
-        torch.set_num_threads(self.plain_threads)
+    def with_threads(self, threads: int) -> Iterator[None]:
+        """This number of torch threads within a `with` block."""
+        torch.set_num_threads(threads)
         try:
             yield
         finally:
             torch.set_num_threads(self._threads)
 
     def _best_threads(self) -> int:
-        """One thread or all of them, whichever is faster."""
+        """One thread or all, whichever makes the plain loop faster."""
         if self.device.type == "cuda" or self._threads == 1:
             return self._threads
-        found = {}
-        for threads in (1, self._threads):
-            torch.set_num_threads(threads)
-            self._plain(1)
-            began = time.perf_counter()
-            self._plain(min(3, self.workload.plain_clients))
-            found[threads] = time.perf_counter() - began
-        torch.set_num_threads(self._threads)
-        return min(found, key=lambda threads: found[threads])
+
+        def seconds(threads: int) -> float:
+            with self.with_threads(threads):
+                self._plain(1)
+                return self.timed(lambda: self._plain(min(3, self.workload.plain_clients)))[0]
+
+        return min((1, self._threads), key=seconds)
 
     # ---- measuring ----
 
     def run(self, repeats: int = 5, between: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Both ways in turn: medians, their ratio, and whether they agree. `between` is called after each turn."""
+        """Time both in turn: medians, their ratio and the difference of the results. `between` runs after each turn."""
         load = self.workload
         times: dict[Callable[[], Tensor], list[tuple[float, float]]] = {self.plain: [], self.ours: []}
         difference = self.difference()
-        for way in times:
-            way()  # warm
+        for train_once in times:
+            train_once()  # warm up
         for _ in range(repeats):
-            for way, found in times.items():
-                found.append(self.timed(way))
+            for train_once, found in times.items():
+                found.append(self.timed(train_once))
             if between is not None:
                 between()
         plain, plain_cpu = per_step(times[self.plain], load.plain_clients * load.steps)
@@ -229,30 +210,29 @@ class Bench:
         }
 
     def timed(
-        self, way: Callable[[], object], processors: Callable[[], float] = time.process_time
+        self, function: Callable[[], object], processors: Callable[[], float] = time.process_time
     ) -> tuple[float, float]:
-        """Seconds of wall time and of processors."""
-        self._wait()
+        """Wall and processor time of a function, in seconds."""
+        self._synchronize()
         wall, cpu = time.perf_counter(), processors()
-        way()
-        self._wait()
+        function()
+        self._synchronize()
         return time.perf_counter() - wall, processors() - cpu
 
     def difference(self) -> float:
-        """Relative distance of the mean models of the two ways, over the clients that both train."""
+        """Distance of the two mean models over the clients that both train, relative to how far training moved them."""
         count = self.workload.plain_clients
         ours, plain = self.ours(count), self._plain(count)
         moved = (plain - self.engine.initial()).norm().clamp_min(1e-12)
         return float(((ours - plain).norm() / moved).cpu())
 
-    def _wait(self) -> None:
-        """Until the device has done what it was given."""
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """The machine that the numbers were measured on."""
     return {
         "coterie": VERSION,
         "torch": torch.__version__,

@@ -28,11 +28,8 @@ FACTS: dict[str, tuple[str, ...]] = {
     "failures": ("failures",),
     "down": ("bytes", "down"),
     "up": ("bytes", "up"),
-    "start_bytes": ("bytes", "start"),
-    "repair_bytes": ("bytes", "repair"),
-    "train_seconds": ("seconds", "train"),
-    "server_seconds": ("seconds", "server"),
-    "evaluate_seconds": ("seconds", "evaluate"),
+    **{f"{phase}_bytes": ("bytes", phase) for phase in ("start", "repair")},
+    **{f"{phase}_seconds": ("seconds", phase) for phase in ("train", "server", "evaluate")},
 }
 
 
@@ -186,12 +183,12 @@ def member_pictures(arrays: Arrays, count: int) -> dict[str, NDArray[Any]]:
 
 def method_arrays(arrays: Arrays) -> dict[str, NDArray[Any]]:
     """Arrays of the method itself, as far as they fit together: MD-ICFL's maps and pseudo samples."""
-    told = floats(arrays.get("told"), (None,) * 4)
-    if told is None or not told.size or told.shape[0] != told.shape[1] or told.shape[2] != told.shape[3]:
+    maps = floats(arrays.get("told"), (None,) * 4)  # [K, K, L, L]
+    if maps is None or not maps.size or maps.shape[0] != maps.shape[1] or maps.shape[2] != maps.shape[3]:
         return {}
-    clusters, classes = told.shape[1:3]
+    clusters, classes = maps.shape[1:3]
     found = {
-        "told": told,
+        "told": maps,
         "witness": floats(arrays.get("witness"), (clusters, classes, classes)),
         "pseudo": _pictures(arrays.get("pseudo"), (clusters, classes, None)),
     }

@@ -1,17 +1,16 @@
-"""Choice of K, the number of clusters, before a long run (Long et al. 2022, section 5.2).
+"""Choosing K, the number of clusters, before a long run (Long et al. 2022, section 5.2).
 
-As in the paper, some clients (100) and a few rounds (3) of FeSEM for each K, to compare intra-cluster distance
-and accuracy. Beyond the paper, silhouette (Rousseeuw 1987) and gap statistic (Tibshirani, Walther, Hastie 2001)
-of the clients' first models, all trained once from one common start; and a rule that recommends a K.
+As in the paper, FeSEM runs a few rounds (3) on some clients (100) for each K, to compare intra-cluster distance and
+accuracy. Beyond the paper, each K gets the silhouette (Rousseeuw 1987) and the gap statistic (Tibshirani, Walther,
+Hastie 2001) of the clients' first models, all trained once from one common start. A rule then recommends a K.
 
-**Rule.** Intra-cluster distance falls with nearly every further cluster, and the accuracy of three rounds is
-noisy: they are shown, not decisive. The silhouette is largest at the K whose clusters are best separated; that K
-is taken if clusters are there at all: its silhouette is at least 0.2, and its gap is above that of K = 1 by more
-than its standard error. If not, K = 1. The gap's own rule, the first K with gap(K) >= gap(K + 1) - s(K + 1), is a
-second opinion in the reason; alone it takes the largest clients for a cluster where sizes are skewed, and stops at
-K = 1 where two clusters are no better than one but four are.
+**Rule.** Intra-cluster distance falls with almost every further cluster, and accuracy after three rounds is noisy: both
+are shown, neither decides. The K with the largest silhouette is taken if there are clusters at all: its silhouette is
+at least 0.2, and its gap exceeds that of K = 1 by more than its standard error. Otherwise K = 1. The gap's own rule,
+the first K with gap(K) >= gap(K + 1) - s(K + 1), is a second opinion in the reason. Alone it takes the largest clients
+for a cluster if sizes are skewed, and it stops at K = 1 if two clusters are no better than one but four are.
 
-Nothing here sees true groups or test data. Under strong label skew the clusters found are of labels: see FeSEM.
+True groups and test data are never used. Under strong label skew, the clusters are of labels: see FeSEM.
 """
 
 from __future__ import annotations
@@ -28,44 +27,43 @@ from torch import Tensor
 from coterie.client.block import Block, Models
 from coterie.client.steps import Answer, client_step
 from coterie.client.work import SGD
-from coterie.data.federation import Federation
 from coterie.engines import make_engine
 from coterie.engines.base import Chunk, Engine
 from coterie.errors import ConfigError
 from coterie.methods.fesem import FeSEM
 from coterie.methods.parts.centers import CenterState
 from coterie.methods.parts.clustering import CenterSums, Sketch, kmeans
-from coterie.randomness import Rng, uniform
+from coterie.randomness import Rng
 from coterie.runs.experiment import Experiment
 from coterie.runs.metrics import METRICS, of_scores
-from coterie.runs.newcomers import split_unseen
+from coterie.runs.newcomers import shuffled, split_unseen
 from coterie.runs.settings import LARGEST_K, PROBE_CLIENTS, PROBE_ROUNDS
 from coterie.settings import check
 
-CLEAR = 0.2  # least mean silhouette of clusters that are worth having
+CLEAR = 0.2  # smallest mean silhouette of useful clusters
 
 _WIDTH = 4096  # of the sketches of first models
 _RESTARTS = 20  # of k-means, as in the paper
-_REFERENCE_RESTARTS = 5  # on data without clusters, whose many clusterings are about equally good
-_REFERENCES = 20  # data sets without clusters that the gap statistic compares with
+_REFERENCE_RESTARTS = 5  # fewer on data without clusters, where many clusterings are about equally good
+_REFERENCES = 20  # datasets without clusters, for the gap statistic
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one K gave; None where a number is not defined."""
+    """The numbers of one K; None where one is undefined."""
 
     clusters: int
     intra_distance: float  # root mean square distance of a model to its center, in the last round
-    silhouette: float | None  # mean over clients, -1 ... 1; not defined for one cluster
-    gap: float | None  # not defined for as many clusters as different models
+    silhouette: float | None  # mean over clients, -1 ... 1; undefined for one cluster
+    gap: float | None  # undefined if every model is its own cluster
     gap_error: float | None  # its standard error s
-    valid_accuracy: float | None  # of the clients' centers on their validation samples, all samples together
+    valid_accuracy: float | None  # micro, of the clients' centers on their validation samples
     valid_loss: float | None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A recommended K, the reason, and the numbers of every K that was tried."""
+    """The recommended K, the reason, and the numbers of every K."""
 
     recommended: int
     reason: str
@@ -76,19 +74,14 @@ class Choice:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `coterie choose-k --json` prints them."""
-        return {
-            "recommended": self.recommended,
-            "reason": self.reason,
-            "clients": self.clients,
-            "rounds": self.rounds,
-            "seed": self.seed,
-            "table": [asdict(row) for row in self.rows],
-        }
+        values = asdict(self)
+        table = values.pop("rows")
+        return {**values, "table": list(table)}
 
 
 @client_step("coterie.choose_k:validate")
 def validate(block: Block, models: Models, work: SGD) -> Answer:
-    """Scores of the model that was sent on the client's validation samples; never its test samples."""
+    """Scores of the sent model on the client's validation samples."""
     return Answer(**block.evaluate(models, split="valid"))
 
 
@@ -103,8 +96,8 @@ def choose_k(
 ) -> Choice:
     """Try K = first ... last on a sample of the clients, and recommend one.
 
-    The method of `what` plays no part: K is a property of the clients. `last=None` is 8, or the number of clients
-    if they are fewer. `seed` is by default that of `what`; `observer` is shown the row of each K when it is done.
+    K is a property of the clients: the experiment's method plays no part. `last=None` is 8, or the number of clients if
+    that is smaller. `seed` is by default the experiment's. `observer` gets the row of each K.
     """
     experiment = experiment.loaded()
     check(experiment.schedule)
@@ -113,18 +106,24 @@ def choose_k(
     if seed is not None:
         experiment = replace(experiment, schedule=replace(experiment.schedule, seed=seed))
         check(experiment.schedule)
-    clients = _sampled(known, sample, experiment.schedule.seed)
+    seed = experiment.schedule.seed
+    for name, value in {"The smallest K": first, "The largest K": last, "sample": sample, "rounds": rounds}.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"{name} must be an int >= 1. Got {value!r} instead.")
+    order = shuffled(known, Rng.seed(seed).at("choose-k", "sample"))
+    clients = known.select(order[:sample].sort().values) if sample < len(known) else known
     last = min(LARGEST_K, len(clients)) if last is None else last
-    _check_range(first, last, rounds, len(clients))
+    if first > last:
+        raise ConfigError(f"The smallest K must be at most the largest, {last}. Got {first} instead.")
+    if last > len(clients):
+        raise ConfigError(f"The largest K must be at most the number of clients, {len(clients)}. Got {last} instead.")
     engine = make_engine(experiment.engine, experiment.task(), clients, experiment.device, experiment.engine_settings)
-    rng = Rng.seed(experiment.schedule.seed).at("choose-k")
+    rng = Rng.seed(seed).at("choose-k")
 
     start = _Start(engine, rng.at("start"))
     if len(start.clients) < last:
-        raise ConfigError(
-            f"Only {len(start.clients)} of {len(clients)} clients could train, too few for {last} clusters; "
-            "is lr too large?"
-        )
+        failed = f"Only {len(start.clients)} of {len(clients)} clients could train, too few for {last} clusters."
+        raise ConfigError(f"{failed} Likely cause: lr={experiment.work.lr:g} is too large.")
     points = principal_coordinates(start.sketches)  # [n, d]
     keys = engine.keys[start.clients]
     references = _references(points, rng.at("references"))
@@ -139,41 +138,14 @@ def choose_k(
         if observer is not None:
             observer(rows[-1])
     recommended, reason = recommend(rows)
-    return Choice(recommended, reason, tuple(rows), len(start.clients), rounds, experiment.schedule.seed)
-
-
-def _sampled(federation: Federation, size: int, seed: int) -> Federation:
-    """Some of the clients; each one's luck depends on its own key only."""
-    _check_int("sample", size, 1)
-    if size >= len(federation):
-        return federation
-    rng = Rng.seed(seed).at("choose-k", "sample")
-    luck = uniform(rng.keys(federation.keys), 1)[:, 0]
-    return federation.select(torch.argsort(luck, stable=True)[:size].sort().values)
-
-
-def _check_range(first: int, last: int, rounds: int, num_clients: int) -> None:
-    _check_int("The smallest K", first, 1)
-    _check_int("The largest K", last, 1)
-    _check_int("rounds", rounds, 1)
-    if first > last:
-        raise ConfigError(f"The smallest K must be at most the largest, {last}. Got {first} instead.")
-    if last > num_clients:
-        raise ConfigError(
-            f"The largest K must be at most the number of clients looked at, {num_clients}. Got {last} instead."
-        )
-
-
-def _check_int(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} must be an int >= {least}. Got {value!r} instead.")
+    return Choice(recommended, reason, tuple(rows), len(start.clients), rounds, seed)
 
 
 # ---- FeSEM, a few rounds for each K ----
 
 
 class _Start:
-    """Every client trained once from the common start: done once, the same for every K."""
+    """Every client, trained once from the common start; the same for every K."""
 
     def __init__(self, engine: Engine, rng: Rng) -> None:
         self._engine, self._rng = engine, rng
@@ -194,7 +166,7 @@ class _Start:
         self.mean_samples = float(torch.cat(samples).double().mean()) if samples else 0.0
 
     def models(self) -> Iterator[Chunk]:
-        """The first models; where they do not all fit, trained again: randomness is a hash, so they come back."""
+        """The first models. If they do not fit in memory, they are trained again with the same rng."""
         if self._kept is not None:
             return iter(self._kept)
         self._engine.begin(0, "start")
@@ -207,54 +179,46 @@ class _Start:
 
 
 @dataclass(frozen=True)
-class _Watched(FeSEM):
-    """FeSEM that notes how far each model is from the center it is assigned to."""
+class _Measured(FeSEM):
+    """FeSEM that records the squared distance of each model to its nearest center, and the cluster."""
 
-    seen: list[tuple[float, int]] = field(default_factory=list)  # squared distance and cluster of each model
+    nearest: list[tuple[float, int]] = field(default_factory=list)
 
     def distances(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:
         """As FeSEM."""
         found = super().distances(params, state, engine)
         least = found.min(1)
-        self.seen.extend(zip(least.values.tolist(), least.indices.tolist(), strict=True))
+        self.nearest.extend(zip(least.values.tolist(), least.indices.tolist(), strict=True))
         return found
 
 
 def _few_rounds(
     k: int, start: _Start, found: Tensor, engine: Engine, rounds: int, rng: Rng
 ) -> tuple[CenterState, float]:
-    """FeSEM with K centers from a clustering [n] of the first models; its state and intra-cluster distance."""
-    # Repairs would move centers after the distances are measured, and K is too large on purpose here.
-    method = _Watched(num_clusters=k, guard=False)
+    """FeSEM with K centers from a clustering [n] of the first models: its state and intra-cluster distance."""
+    # Repairs would move centers after the distances are measured, and most K here are wrong on purpose.
+    method = _Measured(num_clusters=k, guard=False)
     labels = torch.full((engine.num_clients,), -1, dtype=torch.int64)
     labels[start.clients] = found
     state = CenterState.common_start(engine, k, mean_samples=start.mean_samples)
     sums = CenterSums(k, like=state.centers)
     for chunk in start.models():
         sums.add(chunk.answer.params, labels[chunk.clients])
-    state = replace(state, centers=sums.means(keep=state.centers), labels=labels)
-    before = state
+    before = state = replace(state, centers=sums.means(keep=state.centers), labels=labels)
     for number in range(1, rounds + 1):
         engine.begin(number, "round")
-        method.seen.clear()
+        method.nearest.clear()
         before, state = state, method.round(state, engine, start.clients, rng.at(number))
-    return state, _intra_distance(method.seen, before, state, engine.task.layout.num_parameters)
-
-
-def _intra_distance(seen: list[tuple[float, int]], before: CenterState, after: CenterState, cut: int) -> float:
-    """Root mean square distance of the last round's models to the means that they became.
-
-    Known are their distances to the centers before: sum |w - c|^2 = sum |w - c'|^2 + n |c - c'|^2.
-    """
-    labels = torch.tensor([cluster for _, cluster in seen], dtype=torch.int64)
-    sizes = torch.bincount(labels, minlength=after.num_clusters).double()  # [K]
-    moved = (after.centers[:, :cut] - before.centers[:, :cut]).double().square().sum(1).cpu()  # [K]
-    total = sum(distance for distance, _ in seen) - float(sizes @ moved)
-    return math.sqrt(max(0.0, total) / max(1, len(seen)))
+    # The distances are to the centers before the round: sum |w - c|^2 = sum |w - c'|^2 + n |c - c'|^2.
+    cut = engine.task.layout.num_parameters
+    moved = (state.centers[:, :cut] - before.centers[:, :cut]).double().square().sum(1).cpu()  # [K]
+    total = sum(distance for distance, _ in method.nearest)
+    total -= float(moved[[cluster for _, cluster in method.nearest]].sum())
+    return state, math.sqrt(max(0.0, total) / max(1, len(method.nearest)))
 
 
 def _validation(state: CenterState, clients: Tensor, engine: Engine, rng: Rng) -> tuple[float | None, float | None]:
-    """Accuracy and loss of the clients' centers on their validation samples, where there are any."""
+    """Accuracy and loss of the clients' centers on their validation samples; None without such samples."""
     engine.begin(engine.round, "evaluate")
     call = engine.call(validate, clients, models=state.centers, refs=state.labels[clients], rng=rng)
     chunks = [chunk.answer for chunk in call]
@@ -264,14 +228,11 @@ def _validation(state: CenterState, clients: Tensor, engine: Engine, rng: Rng) -
     return METRICS["accuracy_micro"].value(known), METRICS["loss_micro"].value(known)
 
 
-# ---- how good a clustering is ----
+# ---- quality of a clustering ----
 
 
 def principal_coordinates(rows: Tensor) -> Tensor:
-    """The same points [n, D] in as few coordinates as they need, the widest first: float64 [n, d] on the CPU.
-
-    Distances stay as they are.
-    """
+    """The points [n, D] in as few coordinates as keep their distances, widest first: float64 [n, d] on the CPU."""
     x = rows.double().cpu()
     x = x - x.mean(0)
     variance, axes = torch.linalg.eigh(x @ x.T)  # of n points, not of D columns
@@ -283,7 +244,7 @@ def principal_coordinates(rows: Tensor) -> Tensor:
 def silhouette(points: Tensor, labels: Tensor) -> float | None:
     """Mean silhouette of points [n, d] in clusters [n]; None for a single cluster.
 
-    For each point (b - a) / max(a, b): a is its mean distance to the others of its cluster, b that to the
+    For each point (b - a) / max(a, b): a is its mean distance to the other points of its cluster, b that to the
     nearest other cluster. A point alone in its cluster counts 0.
 
     >>> silhouette(torch.tensor([[0.0], [1.0], [10.0], [11.0]]), torch.tensor([0, 0, 1, 1]))  # doctest: +ELLIPSIS
@@ -294,13 +255,13 @@ def silhouette(points: Tensor, labels: Tensor) -> float | None:
     count = len(labels.unique())
     if count < 2 or count == len(labels):
         return None if count < 2 else 0.0
-    # By differences: products lose the distance of points that coincide.
+    # From differences: matrix products are inexact for points that coincide.
     apart = torch.cdist(points.double(), points.double(), compute_mode="donot_use_mm_for_euclid_dist")
     return float(silhouette_score(apart.numpy(), labels.numpy(), metric="precomputed"))
 
 
 def _references(points: Tensor, rng: Rng) -> list[Tensor]:
-    """Data sets without clusters: uniform in the box around the points, along their principal axes."""
+    """Datasets without clusters: uniform in the box around the points, along their principal axes."""
     if not points.shape[1]:
         return []
     low, high = points.min(0).values, points.max(0).values
@@ -310,8 +271,8 @@ def _references(points: Tensor, rng: Rng) -> list[Tensor]:
 def gap_statistic(
     inertia: float, references: Sequence[Tensor], k: int, rng: Rng, keys: Tensor
 ) -> tuple[float | None, float | None]:
-    """How much less the logarithm of the inertia is than without clusters, and the standard error of that."""
-    # With a cluster for every point nothing is left to compare.
+    """How far the log inertia is below that of data without clusters, and the standard error."""
+    # With a cluster for every point there is nothing to compare.
     if inertia <= 0 or not references or k >= len(keys):
         return None, None
     found = [kmeans(points, k, rng.at(b), keys, _REFERENCE_RESTARTS).inertia for b, points in enumerate(references)]
@@ -324,39 +285,34 @@ def gap_statistic(
 
 
 def recommend(rows: Sequence[Row]) -> tuple[int, str]:
-    """The K that the rule (see the module) takes, and why."""
-    if len(rows) == 1:
-        return rows[0].clusters, f"it is the only K that was tried{_accuracy(rows, rows[0])}"
-    several = [row for row in rows if row.silhouette is not None]
+    """The K that the rule of this module recommends, and why."""
     one = next((row for row in rows if row.clusters == 1), None)
-    if not several:
-        return rows[0].clusters, "the first models of all clients are the same: there is nothing to tell them apart"
-    best = max(several, key=lambda row: row.silhouette or 0.0)
-    score = f"{best.silhouette or 0.0:.2f}"
-    is_clear = (best.silhouette or 0.0) >= CLEAR
-    if one is not None and not is_clear:
-        return 1, (
-            f"no number of clusters tells the clients apart: the best silhouette, {score} at K = {best.clusters}, "
-            f"is below {CLEAR:g}{_accuracy(rows, one)}"
-        )
-    if one is not None and not _is_above(best, one):
-        return 1, (
-            f"the gap statistic finds no clusters: {_number(best.gap)} at K = {best.clusters}, where the silhouette "
-            f"is largest ({score}), is not above {_number(one.gap)} at K = 1{_accuracy(rows, one)}"
-        )
-    reason = f"its clusters are best separated: silhouette {score}"
-    if not is_clear:
-        reason += f", which is below {CLEAR:g}: the clusters are weak, and K = 1 was not tried"
-    elif one is not None and best.gap is not None:
-        reason += f"; its gap statistic is {best.gap:.2f} against {_number(one.gap)} at K = 1"
-    said = first_by_gap(rows)
-    if said is not None:
-        agrees = said == best.clusters
-        reason += f"; the gap's own rule says {said} too" if agrees else f"; the gap's own rule would say {said}"
-    reason += _accuracy(rows, best)
-    if best is rows[-1]:
-        reason += "; it is the largest K that was tried: larger ones may be better still"
-    return best.clusters, reason
+    best = max(rows, key=lambda row: -2.0 if row.silhouette is None else row.silhouette)
+    score = best.silhouette
+    chosen = best
+    if len(rows) == 1:
+        reasons = ["it is the only K that was tried"]
+    elif score is None:
+        chosen, reasons = rows[0], ["the first models of all clients are identical"]
+    elif one is not None and score < CLEAR:
+        found = f"the best silhouette, {score:.2f} at K = {best.clusters}, is below {CLEAR:g}"
+        chosen, reasons = one, [f"no K separates the clients: {found}"]
+    elif one is not None and not _gap_is_above(best, one):
+        found = f"{best.gap:.2f} at K = {best.clusters}, where the silhouette is largest ({score:.2f})"
+        chosen, reasons = one, [f"the gap statistic finds no clusters: {found}, is not above {one.gap:.2f} at K = 1"]
+    else:
+        reasons = [f"its clusters are best separated: silhouette {score:.2f}"]
+        if score < CLEAR:
+            reasons.append(f"this is below {CLEAR:g}, so the clusters are weak; K = 1 was not tried")
+        elif one is not None and one.gap is not None and best.gap is not None:
+            reasons.append(f"its gap statistic is {best.gap:.2f}, against {one.gap:.2f} at K = 1")
+        by_gap = first_by_gap(rows)
+        if by_gap is not None:
+            agrees = by_gap == best.clusters
+            reasons.append("the gap rule agrees" if agrees else f"the gap rule alone would choose K = {by_gap}")
+        if best is rows[-1]:
+            reasons.append("it is the largest K that was tried, and a larger one may be better")
+    return chosen.clusters, "; ".join([*reasons, *_accuracy(rows, chosen)])
 
 
 def first_by_gap(rows: Sequence[Row]) -> int | None:
@@ -369,24 +325,19 @@ def first_by_gap(rows: Sequence[Row]) -> int | None:
     return None
 
 
-def _is_above(best: Row, one: Row) -> bool:
-    """Whether clusters are better than none; where a gap is not defined, it has no say."""
+def _gap_is_above(best: Row, one: Row) -> bool:
+    """Whether clusters are better than none by the gap statistic; True if it is undefined."""
     if best.gap is None or best.gap_error is None or one.gap is None:
         return True
     return best.gap - best.gap_error > one.gap
 
 
-def _accuracy(rows: Sequence[Row], row: Row) -> str:
-    """What validation says of a row, in words."""
-    scored = [other for other in rows if other.valid_accuracy is not None]
-    if row.valid_accuracy is None:
-        return ""
-    top = max(scored, key=lambda other: other.valid_accuracy or 0.0)
-    said = f"; validation accuracy {100 * row.valid_accuracy:.1f} %"
-    if (top.valid_accuracy or 0.0) <= row.valid_accuracy:
-        return f"{said}, the best" if len(rows) > 1 else said
-    return f"{said}, at best {100 * (top.valid_accuracy or 0.0):.1f} % at K = {top.clusters}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _accuracy(rows: Sequence[Row], chosen: Row) -> list[str]:
+    """A sentence about the validation accuracy of a row, if there is one."""
+    if chosen.valid_accuracy is None:
+        return []
+    top = max(rows, key=lambda row: row.valid_accuracy or 0.0)
+    text = f"validation accuracy {100 * chosen.valid_accuracy:.1f} %"
+    if (top.valid_accuracy or 0.0) > chosen.valid_accuracy:
+        text += f" (best: {100 * (top.valid_accuracy or 0.0):.1f} % at K = {top.clusters})"
+    return [text]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import platform
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,8 @@ from coterie.runs.result import Result
 from coterie.settings import check
 from coterie.version import VERSION
 
+_KEPT = ("chunk", "memory", "precision", "plan", "piece", "workers")  # of the plan, by a resumed run
+
 
 def execute(
     experiment: Experiment,
@@ -33,21 +34,21 @@ def execute(
     observer: Listener | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Result:
-    """Run to the end, from the beginning or from the folder's last whole checkpoint."""
+    """Run to the end, from the start or from the last intact checkpoint in the folder."""
     if folder is None:
         return _train(experiment, None, observer, should_stop)
     with folder.held():
         try:
             return _train(experiment, folder, observer, should_stop)
         except (StorageError, Interrupted):
-            raise  # what there is can be resumed
+            raise  # it can be resumed
         except Exception:
-            folder.discard()  # a run that could not begin leaves nothing behind
+            folder.discard()  # a run that could not start leaves nothing behind
             raise
 
 
 def participants(experiment: Experiment) -> tuple[Federation, Federation | None]:
-    """The clients that train, with the data that attackers have changed, and the clients that are held out."""
+    """The clients that train, with the data of attackers changed, and the clients that are held out."""
     schedule = experiment.schedule
     federation, held_out = split_unseen(experiment.federation(), schedule.unseen, schedule.seed)
     return attack_of(federation.keys, schedule).on_data(federation), held_out
@@ -63,87 +64,65 @@ def _train(
     experiment = experiment.loaded()
     everyone, schedule = experiment.federation(), experiment.schedule
     digest = everyone.digest()
-    chosen: dict[str, Any] = {}
-    before: dict[str, Any] | None = None
-    if folder is not None:
-        before = folder.read_object("environment.json")
-        if before is not None:
-            if before["digest"] != digest:
-                raise RunError(f"The data of {folder.path} has changed since the run began; it cannot be resumed.")
-            kept = ("chunk", "memory", "precision", "plan", "piece", "workers")
-            chosen = {k: v for k, v in before["plan"].items() if k in kept} if experiment.engine == "vectorized" else {}
+    before = None if folder is None else folder.read_object("environment.json")
+    if before is not None and folder is not None and before["digest"] != digest:
+        raise RunError(f"The data of {folder.path} has changed since the run began; it cannot be resumed.")
+    # A resumed run takes the plan it began with, so that sums are taken in the same order.
+    plan = before["plan"] if before is not None and experiment.engine == "vectorized" else {}
+    chosen = {key: plan[key] for key in _KEPT if key in plan}
     federation, held_out = participants(experiment)
     engine_settings = chosen | experiment.engine_settings
     engine = make_engine(experiment.engine, experiment.task(), federation, experiment.device, engine_settings)
-    if chosen and before is not None:
-        engine.remember(before["plan"])
-    told = Several([observer])
-    trainer = Trainer(experiment.algorithm, engine, federation, schedule, folder, told, should_stop)
+    if chosen:
+        engine.remember(plan)
+    observers = Several([observer])
+    trainer = Trainer(experiment.algorithm, engine, federation, schedule, folder, observers, should_stop)
     if folder is not None:
         choice = folder.read_object("artifacts/choose-k.json")
         if choice is not None:
             engine.notes.append(f"--clusters auto chose K = {choice['recommended']}: {choice['reason']}")
         folder.write_json("environment.json", environment(engine, digest))
         unseen = [] if held_out is None else list(held_out.names)
-        manifest = {"seed": schedule.seed, "unseen": unseen, **everyone.manifest()}
-        folder.write_json("artifacts/manifest.json", manifest)
+        folder.write_json("artifacts/manifest.json", {"seed": schedule.seed, "unseen": unseen, **everyone.manifest()})
         checkpoint, problems = folder.load_checkpoint()
         engine.notes += problems
         if checkpoint is not None:
             trainer.restore(checkpoint)
         else:
             folder.cut_rows(0)
-    told.begin(
-        RunInfo(
-            name=experiment.default_name if folder is None else folder.path.name,
-            settings=experiment.tables() if folder is None else folder.config(),
-            path=None if folder is None else folder.path,
-            done=trainer.progress.round,
-        )
-    )
-    try:
-        result = _result_of(experiment, trainer, folder, held_out, digest)
-    except BaseException:
-        told.end(None)
-        raise
-    told.end(result.summary)
-    return result
-
-
-def _result_of(
-    experiment: Experiment,
-    trainer: Trainer,
-    folder: RunFolder | None,
-    held_out: Federation | None,
-    digest: str,
-) -> Result:
-    """Train to the end, meet those who were held out, and write the result."""
-    trainer.run()
-    told = {
-        "algorithm": experiment.algorithm_name,
-        "dataset": experiment.dataset,
-        "model": experiment.model_name,
-    }
+    name, path = (experiment.default_name, None) if folder is None else (folder.path.name, folder.path)
+    settings = experiment.tables() if folder is None else folder.config()
+    observers.begin(RunInfo(name, settings, path, trainer.progress.round))
     result = Result(trainer, {}, held_out)
-    began = time.perf_counter()
-    newcomers = result.unseen
-    trainer.progress.seconds["evaluate"] += time.perf_counter() - began
-    result.summary = finish(trainer, told, folder, experiment.engine, digest, newcomers)
+    try:
+        trainer.run()
+        with trainer.timed("evaluate"):
+            newcomers = result.unseen
+        head = {
+            "algorithm": experiment.algorithm_name,
+            "dataset": experiment.dataset,
+            "model": experiment.model_name,
+        }
+        result.summary = finish(trainer, head, folder, experiment.engine, digest, newcomers)
+    except BaseException:
+        observers.end(None)
+        raise
+    observers.end(result.summary)
     return result
 
 
 def finish(
     trainer: Trainer,
-    told: Mapping[str, Any],
+    head: Mapping[str, Any],
     folder: RunFolder | None,
     engine_name: str,
     digest: str,
     newcomers: Newcomers | None = None,
 ) -> dict[str, Any]:
-    """The summary of a run that has come to its end, written into its folder if it has one."""
+    """The summary of a finished run, written to its folder if it has one."""
     engine = trainer.engine
     summary = {
-        **told,
+        **head,
         **trainer.summary(),
         "unseen": None if newcomers is None else newcomers.summary(),
         "engine": engine_name,
@@ -161,26 +140,26 @@ def finish(
 
 
 def open_run(path: str | Path) -> Result:
-    """A finished run of the command line, from its folder; nothing in it is changed."""
+    """A finished run of the command line, from its folder, which is not changed."""
     folder = RunFolder.open(Path(path))
     summary = folder.summary()
     if summary is None:
-        raise RunError(f"{path} is not finished; go on with 'coterie resume {path}'.")
+        raise RunError(f"{path} is not finished. Resume it with 'coterie resume {path}'.")
     tables = folder.config()
     tables.pop("schema")
-    if tables.get("run", {}).get("over_sites"):
-        raise RunError(f"{path} is a run over sites, whose data are not here; it cannot be opened from its folder.")
-    if tables.get("run", {}).get("from_python"):
-        raise RunError(f"{path} was started from Python with objects of its own; it cannot be opened from its folder.")
+    if tables["run"].get("over_sites"):
+        raise RunError(f"{path} is a deployed run. It cannot be opened here: its data is at the sites.")
+    if tables["run"].get("from_python"):
+        raise RunError(f"{path} was started from Python with its own objects. It cannot be opened from its folder.")
     experiment = resolve(tables).loaded()
     if experiment.device.startswith("cuda") and not torch.cuda.is_available():
         experiment = replace(experiment, device="cpu")
     before = folder.read_object("environment.json")
     if before is None or before["digest"] != experiment.federation().digest():
-        raise RunError(f"The data of {path} has changed since the run was made; it cannot be opened.")
+        raise RunError(f"The data of {path} has changed since the run began; it cannot be opened.")
     checkpoint, problems = folder.load_checkpoint()
     if checkpoint is None or checkpoint.round != summary["rounds"]:
-        raise CheckpointError(" ".join([f"The last checkpoint of {path} is not there whole.", *problems[:1]]))
+        raise CheckpointError(" ".join([f"The last checkpoint of {path} is missing or damaged.", *problems[:1]]))
     federation, held_out = participants(experiment)
     settings = {"precision": before["plan"]["precision"]} | experiment.engine_settings
     engine = make_engine(experiment.engine, experiment.task(), federation, experiment.device, settings)
@@ -190,7 +169,7 @@ def open_run(path: str | Path) -> Result:
 
 
 def environment(engine: Engine, digest: str) -> dict[str, Any]:
-    """Where and with what a run was made."""
+    """The machine and the versions of a run."""
     return {
         "coterie": VERSION,
         "python": platform.python_version(),

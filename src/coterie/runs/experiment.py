@@ -1,4 +1,4 @@
-"""From what the user typed to a resolved experiment: presets, config file, flags and --set, in this order."""
+"""An experiment is one run with every setting resolved; `resolve` makes it from tables of settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from coterie.settings import build, fields_of, values_of
 
 @dataclass(frozen=True)
 class Experiment:
-    """One run with every setting resolved: what `tables` writes to config.toml resolves to the same experiment."""
+    """One run with every setting resolved. Its `tables`, as in config.toml, resolve to the same experiment."""
 
     algorithm: Algorithm[Any]
     algorithm_name: str
@@ -37,22 +37,21 @@ class Experiment:
     device: str = RunSettings.device
     engine_settings: dict[str, Any] = field(default_factory=dict)
     clients: int | None = None
-    source: Any = None  # None: the data was given as a federation
+    source: Any = None  # None: `data` is given
     scenario: Scenario | None = None
     data_dir: str | None = None
-    data: Federation | None = None  # given, or already loaded
-    from_python: bool = False  # made of Python objects: the folder alone cannot make it again
+    data: Federation | None = None  # given by the user, or already loaded
+    from_python: bool = False  # with Python objects, which the folder does not hold
     notes: list[str] = field(default_factory=list)
 
     def federation(self) -> Federation:
-        """The clients and their data, loaded and partitioned unless they were given."""
+        """The clients and their data, loaded and partitioned unless given."""
         if self.data is not None:
             return self.data
         assert self.scenario is not None
         rng = Rng.seed(self.schedule.seed).at("data")
         folder = None if self.data_dir is None else Path(self.data_dir)
         dataset = self.source.load(self.clients, rng, folder)
-        # A source that makes its own clients has made as many as were asked for.
         federation = self.scenario.partition(dataset, self.clients, rng)
         self.algorithm.check(len(federation))
         return federation
@@ -62,26 +61,25 @@ class Experiment:
         return self if self.data is not None else replace(self, data=self.federation())
 
     def task(self) -> Task:
-        """The network with its first weights, the loss, the work."""
+        """The network with its first weights, the loss and the local work."""
         data = self.federation()
         outputs = data.num_classes or (1 if data.y.dim() == 1 else int(data.y[0].numel()))
         make = ModelMaker(self.model, self.model_settings, data.input_shape, outputs)
-        loss = find_loss(self.loss)
-        return Task.made(make, self.schedule.seed, loss, data.num_classes, data.input_shape, self.work_of_run)
+        seed, loss = self.schedule.seed, find_loss(self.loss)
+        return Task.made(make, seed, loss, data.num_classes, data.input_shape, self.work_of_run)
 
     @property
     def work_of_run(self) -> SGD:
-        """The work, which knows the number of rounds."""
+        """The local work, which depends on the number of rounds."""
         return self.work.for_run(self.schedule.rounds)
 
     @property
     def model_name(self) -> str:
-        """The name of the network."""
         return self.model if isinstance(self.model, str) else getattr(self.model, "__name__", "own model")
 
     @property
     def default_name(self) -> str:
-        """The name of the run folder if the user gives none."""
+        """The name of the run folder if the user chooses none."""
         return f"{Path(self.dataset).stem}-{self.algorithm_name.replace(':', '-')}-s{self.schedule.seed}"
 
     def tables(self) -> Tables:
@@ -111,20 +109,19 @@ class Experiment:
 
 
 def find_loss(loss: str | Loss) -> Loss:
-    """The loss of a name, of `module:callable`, or the callable itself."""
+    """The loss of a name or of `module:callable`, or the callable itself."""
     if callable(loss):
         return loss
-    if loss in LOSSES:
-        return LOSSES[loss]
-    if ":" not in loss:
+    if loss not in LOSSES and ":" not in loss:
         raise UnknownName("loss", loss, LOSSES)
-    found: Loss = import_object(loss, "loss")
+    found: Loss = LOSSES[loss] if loss in LOSSES else import_object(loss, "loss")
     return found
 
 
 def resolve(tables: Tables) -> Experiment:
-    """Fill in the defaults that suit the dataset, check every value, and make the objects."""
-    run, schedule = build_run(tables.get("run", {}))
+    """Fill in the dataset's defaults, check every value, and make the objects."""
+    tables = merge(tables)
+    run, schedule = build_run(tables["run"])
     notes: list[str] = []
     name = run.algorithm
     algorithm_class = find_algorithm(name)
@@ -133,21 +130,19 @@ def resolve(tables: Tables) -> Experiment:
     if run.loss not in LOSSES and ":" not in run.loss:
         raise UnknownName("loss", run.loss, LOSSES)
 
-    algorithm_values = dict(tables.get("algorithm", {}))
+    algorithm_values = tables["algorithm"]
     if "num_clusters" in algorithm_values and "num_clusters" not in fields_of(algorithm_class):
         algorithm_values.pop("num_clusters")
-        notes.append(f"{name} has no clusters: --clusters is not used")
+        notes.append(f"{name} has no clusters; --clusters is ignored")
     known_settings = model_settings(find_model(model))
-    settings = dict(preset.model_settings) if model == preset.model else {}
-    settings |= tables.get("model", {})
+    settings = (dict(preset.model_settings) if model == preset.model else {}) | tables["model"]
     for key in settings:
         if key not in known_settings:
             raise UnknownName(f"field of model {model} named", key, known_settings)
     scenario_name = preset.scenario if run.scenario is None else run.scenario
-    scenario_values = dict(preset.scenario_settings) if scenario_name == preset.scenario else {}
-    scenario_values |= tables.get("scenario", {})
+    scenario_values = (dict(preset.scenario_settings) if scenario_name == preset.scenario else {}) | tables["scenario"]
     algorithm = build(algorithm_class, algorithm_values, "algorithm")
-    # Methods with indicator samples have them held out before any client gets data.
+    # Indicator samples are held out before any client gets data.
     scenario_values.setdefault("reserve", getattr(algorithm, "indicators", 0))
     return Experiment(
         algorithm=algorithm,
@@ -155,22 +150,22 @@ def resolve(tables: Tables) -> Experiment:
         dataset=preset.name,
         clients=preset.clients if run.clients is None else run.clients,
         scenario=Scenario.named(scenario_name, scenario_values),
-        source=build(source_class(preset.source), {**preset.source_settings, **tables.get("dataset", {})}, "dataset"),
+        source=build(source_class(preset.source), {**preset.source_settings, **tables["dataset"]}, "dataset"),
         model=model,
         model_settings=settings,
         loss=run.loss,
-        work=build(SGD, {**preset.work, **tables.get("work", {})}, "work"),
+        work=build(SGD, {**preset.work, **tables["work"]}, "work"),
         schedule=schedule,
         engine=run.engine,
         device=run.device,
         data_dir=run.data_dir or None,
-        engine_settings=dict(tables.get("engine", {})),
+        engine_settings=tables["engine"],
         notes=notes,
     )
 
 
 def resolve_each(tables: Tables, names: list[str], seeds: int) -> dict[tuple[str, int], Experiment]:
-    """The same settings for several methods and seeds; a field of [algorithm] goes to the methods that have it."""
+    """The same settings for several methods and seeds; a method gets the fields of [algorithm] that it has."""
     wanted = tables.get("algorithm", {})
     known = {name: set(fields_of(find_algorithm(name))) for name in names}
     every = set().union(*known.values())
@@ -184,7 +179,7 @@ def resolve_each(tables: Tables, names: list[str], seeds: int) -> dict[tuple[str
         layer: Tables = {"run": {"algorithm": name, "seed": seed}, "scenario": more}
         return resolve(merge(tables, layer) | {"algorithm": own})
 
-    # Equal ground: if one method has indicator samples held out, they are held out for all.
+    # A fair comparison: if one method needs indicator samples, they are held out for all.
     reserve = max(_reserve(one(name, 0)) for name in names)
     return {(name, seed): one(name, seed, reserve) for seed in range(seeds) for name in names}
 

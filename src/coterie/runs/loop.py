@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,19 +28,19 @@ from coterie.runs.observers import Listener, Row, Several
 from coterie.runs.settings import Schedule
 from coterie.settings import check
 
-_SHOW_EVERY = 2.0  # seconds between two looks that others get at a run that goes on
-_MAPPED = 20  # rounds in which the models that clients send are sketched
-_SHOW_SHARE = 50  # a look may take one part in so many of the time
+_SHOW_EVERY = 2.0  # seconds, at least, between two writes of the arrays that reports read
+_SHOW_SHARE = 50  # such a write may take one part in fifty of the time
+_MAPPED = 20  # rounds in which the clients' models are sketched
 
 
 @dataclass
 class Progress:
-    """Where a run stands: all that a checkpoint holds beside the method's state."""
+    """The progress of a run: what a checkpoint holds besides the states of method and engine."""
 
     round: int = 0
     rows: list[Row] = field(default_factory=list)
-    labels: list[NDArray[np.int64]] = field(default_factory=list)  # after each round, the start first
-    scores: list[dict[str, NDArray[Any]]] = field(default_factory=list)  # of each evaluation
+    labels: list[NDArray[np.int64]] = field(default_factory=list)  # [N] after the start and each round
+    scores: list[dict[str, NDArray[Any]]] = field(default_factory=list)  # [N] of each evaluation
     score_rounds: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("start", "train", "server", "evaluate"), 0.0)
@@ -48,7 +48,7 @@ class Progress:
 
 
 class Trainer:
-    """Runs a method on an engine; with a folder, so that it can be stopped and resumed at any moment."""
+    """Runs a method on an engine. With a folder, the run can be stopped and resumed at any time."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class Trainer:
         algorithm.check(len(federation))
         if algorithm.needs_validation and not bool(federation.valid.sizes.any()):
             raise ConfigError(
-                f"{type(algorithm).__name__} weighs models on validation samples, and nobody has any; "
-                "hold some out with --set scenario.valid=0.1."
+                f"{type(algorithm).__name__} needs validation samples, and no client has any. "
+                "Hold some out with --set scenario.valid=0.1."
             )
         self.algorithm, self.engine, self.federation = algorithm, engine, federation
         self.schedule, self.folder = schedule, folder
@@ -78,12 +78,11 @@ class Trainer:
         self._saved_at = self._shown_at = time.monotonic()
         self._show_took = 0.0
         self.sketches = Sketches(engine)
-        self.attack = attack_of(engine.keys, schedule)
-        engine.attack = None if self.attack.is_none else self.attack
+        self._set_attack()
         engine.dropout, engine.dropout_rng = schedule.dropout, Rng.seed(schedule.seed).at("dropout")
 
     def run(self) -> None:
-        """Run to the last round, from the start or from where `restore` put it."""
+        """Run to the last round, from the start or from a restored checkpoint."""
         if self.state is None:
             self._start()
         while self.progress.round < self.schedule.rounds and not self.algorithm.should_stop(self.state):
@@ -93,95 +92,98 @@ class Trainer:
                 raise Interrupted(f"Stopped after round {self.progress.round} of {self.schedule.rounds}.")
         self._save()
         if self.folder is not None:
-            shown = self.method_exhibits()
-            if shown:
-                self.folder.write_arrays("artifacts/method.npz", shown)
+            arrays = self.method_exhibits()
+            if arrays:
+                self.folder.write_arrays("artifacts/method.npz", arrays)
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the time of a `with` block as part of a phase."""
+        began = time.perf_counter()
+        yield
+        self.progress.seconds[phase] += time.perf_counter() - began
 
     def _start(self) -> None:
-        began = time.perf_counter()
-        self.engine.begin(0, "start")
-        self.state = self.algorithm.start(self.engine.task, self.engine, self._rng.at("init"))
-        self.progress.labels.append(self.state.labels.numpy().copy())
-        self.progress.seconds["start"] += time.perf_counter() - began
+        with self.timed("start"):
+            self.engine.begin(0, "start")
+            self.state = self.algorithm.start(self.engine.task, self.engine, self._rng.at("init"))
+            self.progress.labels.append(self.state.labels.numpy().copy())
 
     def _round(self, number: int) -> None:
         began, worked = time.perf_counter(), self.engine.client_seconds
-        before = self.progress.labels[-1]
         failures, repairs = len(self.engine.failures), len(self.state.repairs)
         rng = self._rng.at("round", number)
         self.engine.begin(number, "round")
         self.welcome()
-        before = self._padded(before, -1)
+        before = self._padded(self.progress.labels[-1], -1)
         size = max(1, round(self.schedule.participation * self.engine.num_clients))
         cohort = self.engine.draw(rng.at("cohort"), size)
-        # Some twenty rounds and the last one are enough for a map of the models.
+        # About twenty rounds and the last one are enough for a map of the models.
         is_mapped = number % max(1, self.schedule.rounds // _MAPPED) == 0 or number == self.schedule.rounds
         engine = listening(self.engine, self.sketches) if is_mapped else self.engine
         self.state = self.algorithm.round(self.state, engine, cohort, rng.at("work"))
-        train = self.engine.client_seconds - worked
-        server = time.perf_counter() - began - train
-        self.progress.seconds["train"] += train
-        self.progress.seconds["server"] += server
+        trained = time.perf_counter()
+        in_clients = self.engine.client_seconds - worked
 
         labels = self.state.labels.numpy().copy()
         row: Row = {"round": number, "cohort": len(cohort)}
-        last = number == self.schedule.rounds or self.algorithm.should_stop(self.state)
-        looked = time.perf_counter()
+        is_last = number == self.schedule.rounds or self.algorithm.should_stop(self.state)
         known = self._known_clusters(labels) | {"before": before, "after": labels}
-        if last or number % self.schedule.evaluate_every == 0:
+        if is_last or number % self.schedule.evaluate_every == 0:
             scores = self._evaluate(number)
-            row |= {"spread": quantiles(scores)}
+            row["spread"] = quantiles(scores)
             known |= of_scores(scores, labels)
-        row |= measured(known)
-        row["cluster_sizes"] = cluster_sizes(labels, self.state.num_clusters)
-        row["clients_met"] = int((labels >= 0).sum())
-        row["failures"] = len(self.engine.failures) - failures
-        row["repairs"] = self.state.repairs[repairs:]
         totals = self.engine.ledger.totals()
-        # So far; evaluation is not part of it.
-        row["bytes"] = {
-            "down": totals["down"],
-            "up": totals["up"],
-            "start": totals["start"]["down"] + totals["start"]["up"],
-            "repair": totals["repair"]["down"] + totals["repair"]["up"],
+        sent = {phase: totals[phase]["down"] + totals[phase]["up"] for phase in ("start", "repair")}
+        row |= measured(known) | {
+            "cluster_sizes": cluster_sizes(labels, self.state.num_clusters),
+            "clients_met": int((labels >= 0).sum()),
+            "failures": len(self.engine.failures) - failures,
+            "repairs": self.state.repairs[repairs:],
+            "bytes": {"down": totals["down"], "up": totals["up"], **sent},  # so far, without evaluation
+            "seconds": {
+                "train": in_clients,
+                "server": trained - began - in_clients,
+                "evaluate": time.perf_counter() - trained,
+            },
         }
-        looking = time.perf_counter() - looked
-        self.progress.seconds["evaluate"] += looking
-        row["seconds"] = {"train": train, "server": server, "evaluate": looking}
+        for phase, seconds in row["seconds"].items():
+            self.progress.seconds[phase] += seconds
         self.progress.round = number
         self.progress.rows.append(row)
         self.progress.labels.append(labels)
         if self.folder is not None:
             self.folder.append(row)
-        if not last:
-            now = time.monotonic()
-            if now - self._saved_at >= self.schedule.checkpoint_every:
-                self._save()
-            elif now - self._shown_at >= max(_SHOW_EVERY, _SHOW_SHARE * self._show_took):
-                self._show()
+        now = time.monotonic()
+        if not is_last and now - self._saved_at >= self.schedule.checkpoint_every:
+            self._save()
+        elif not is_last and now - self._shown_at >= max(_SHOW_EVERY, _SHOW_SHARE * self._show_took):
+            self._show()
         self._observer.round(row)
 
     def welcome(self) -> int:
-        """Let the engine take in clients that have come; to the method they are clients it has not met yet."""
+        """Take in clients that have joined; to the method they are clients it has not seen yet."""
         count = self.engine.welcome()
         if count:
             self.state = self.state.with_more_clients(count)
-            self.attack = attack_of(self.engine.keys, self.schedule)
-            self.engine.attack = None if self.attack.is_none else self.attack
+            self._set_attack()
             self.federation = self.engine.population(self.federation)
         return count
 
+    def _set_attack(self) -> None:
+        self.attack = attack_of(self.engine.keys, self.schedule)
+        self.engine.attack = None if self.attack.is_none else self.attack
+
     def label_history(self) -> NDArray[np.int64]:
-        """Everyone's label after each round, the start first: [rounds + 1, N]."""
+        """The labels after the start and each round, [T + 1, N]."""
         return np.stack([self._padded(row, -1) for row in self.progress.labels])
 
     def _padded(self, values: NDArray[Any], fill: float) -> NDArray[Any]:
-        """Numbers of the clients of then as numbers of the clients of now: some may have come since."""
-        missing = self.engine.num_clients - len(values)
-        return values if not missing else np.concatenate([values, np.full(missing, fill, dtype=values.dtype)])
+        """Earlier values [n] as values of all clients [N]: some may have joined since."""
+        return np.pad(values, (0, self.engine.num_clients - len(values)), constant_values=fill)
 
     def _evaluate(self, number: int) -> dict[str, NDArray[Any]]:
-        """Scores of every client's personal model on its test samples; attackers count as without samples."""
+        """Scores of every client's personal model on its test samples; attackers count as having no samples."""
         self.engine.begin(number, "evaluate")
         everyone = self.engine.everyone()
         personal = self.algorithm.personal(self.state, everyone)
@@ -193,23 +195,22 @@ class Trainer:
         return scores | {"samples": scores["samples"] * honest}
 
     def _known_clusters(self, labels: NDArray[np.int64]) -> dict[str, Any]:
-        """What metrics may know of the clusters; attackers count as not met."""
+        """Inputs of metrics about clusters; attackers count as not seen."""
         return of_clusters(np.where(self.attack.attackers.numpy(), -1, labels), self._groups())
 
     def rng_of_evaluation(self, number: int) -> Rng:
-        """What the adaptation of personal models hangs on in that round."""
+        """The randomness with which personal models are adapted in that round."""
         return self._rng.at("evaluate", number)
 
     def _groups(self) -> NDArray[np.int64] | None:
-        """The true groups as they are in the round in hand."""
+        """The true groups in the current round; None if those of clients that joined are unknown."""
         groups = self.federation.at(self.engine.round).groups
-        # Of clients that have come since nobody knows the group.
         return None if groups is None or len(groups) != self.engine.num_clients else groups.numpy()
 
     # ---- the summary ----
 
     def summary(self) -> dict[str, Any]:
-        """The result in numbers, as `summary.json` and `--json` give it."""
+        """The result in numbers, as in `summary.json` and `--json`."""
         rows, labels = self.progress.rows, self.progress.labels[-1]
         seconds = self.progress.seconds
         return {
@@ -222,7 +223,7 @@ class Trainer:
             "repairs": list(self.state.repairs),
             "failures": len(self.engine.failures),
             "failures_by_reason": dict(Counter(failure.reason for failure in self.engine.failures).most_common()),
-            "attack": self._attack_in_words(),
+            "attack": self._attack_summary(),
             "bytes": self.engine.ledger.totals(),
             "seconds": {"total": sum(seconds.values()), **seconds},
             "notes": list(self.engine.notes),
@@ -230,23 +231,22 @@ class Trainer:
             "stopped_early": self.progress.round < self.schedule.rounds,
         }
 
-    def _attack_in_words(self) -> dict[str, Any] | None:
+    def _attack_summary(self) -> dict[str, Any] | None:
         if self.attack.is_none:
             return None
         names = [self.federation.names[i] for i in self.attack.attackers.nonzero().flatten().tolist()]
         return {"kind": self.schedule.attack, "attackers": names, "corrupt": self.schedule.corrupt}
 
-    # ---- saving and going on ----
+    # ---- saving and resuming ----
 
     def _save(self) -> None:
-        """Write a checkpoint and the arrays that go with it."""
+        """Write a checkpoint and the arrays that reports read."""
         self._saved_at = time.monotonic()
         if self.folder is None:
             return
-        labels = self.label_history()
         tensors = {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
         tensors |= {f"memory.{name}": tensor for name, tensor in self.engine.memory_tensors().items()}
-        tensors["history.labels"] = torch.from_numpy(labels)
+        tensors["history.labels"] = torch.from_numpy(self.label_history())
         for name, values in self._score_history().items():
             tensors[f"history.scores.{name}"] = torch.from_numpy(values)
         plain = {
@@ -262,7 +262,7 @@ class Trainer:
         self._show()
 
     def _show(self) -> None:
-        """Write what others look at while the run goes on, and after it."""
+        """Write the arrays that reports read, during the run and after it."""
         if self.folder is None:
             return
         began = time.monotonic()
@@ -275,7 +275,7 @@ class Trainer:
         self._show_took = self._shown_at - began
 
     def exhibits(self) -> dict[str, Arrays]:
-        """Sketches of the clients' models and pictures of clusters' members, as far as there are any."""
+        """Sketches of the clients' models and pictures of the clusters' members, if there are any."""
         self.sketches.add_memory(self.engine, self.progress.round)
         found = {"sketches": self.sketches.arrays()} if self.sketches.rounds.any() else {}
         if self.schedule.keep_pictures:
@@ -284,16 +284,15 @@ class Trainer:
         return found
 
     def method_exhibits(self) -> Arrays:
-        """What the method itself has to show at the end; counted as evaluation."""
-        began = time.perf_counter()
-        self.engine.begin(self.progress.round, "evaluate")
-        shown = self.algorithm.exhibits(self.state, self.engine, self._rng.at("exhibits"))
-        self.engine.begin(self.progress.round, "round")
-        self.progress.seconds["evaluate"] += time.perf_counter() - began
-        return shown
+        """Arrays of the method itself, made at the end; counted as evaluation."""
+        with self.timed("evaluate"):
+            self.engine.begin(self.progress.round, "evaluate")
+            arrays = self.algorithm.exhibits(self.state, self.engine, self._rng.at("exhibits"))
+            self.engine.begin(self.progress.round, "round")
+        return arrays
 
     def client_arrays(self) -> dict[str, NDArray[Any]]:
-        """What `clients.npz` holds: names, groups, sizes, and each client's scores by evaluation."""
+        """The content of `clients.npz`: names, groups, sizes, and the scores of each evaluation."""
         arrays: dict[str, NDArray[Any]] = {
             "name": np.array(self.federation.names),
             "train_samples": self.federation.train.sizes.numpy(),
@@ -305,21 +304,20 @@ class Trainer:
         return arrays | self._score_history()
 
     def _score_history(self) -> dict[str, NDArray[Any]]:
-        if not self.progress.scores:
-            return {}
-        names = self.progress.scores[0]
+        """Scores of every evaluation, [evaluations, N] each."""
+        names = self.progress.scores[0] if self.progress.scores else ()
         return {name: np.stack([self._padded(s[name], 0) for s in self.progress.scores]) for name in names}
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put everything back as it was after that round; later rounds are cut off the folder."""
+        """Return to the state after that round; later rounds are removed from the folder."""
         assert self.folder is not None
         self.folder.cut_rows(checkpoint.plain["rows_bytes"])
         self.load(checkpoint)
-        with contextlib.suppress(RunError):  # damaged: the map of the models begins anew
+        with contextlib.suppress(RunError):  # damaged: the map of the models starts again
             self.sketches.load(self.folder.arrays("artifacts/sketches.npz") or {})
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """As `restore`, of a folder that is only read."""
+        """As `restore`, without changing the folder."""
         assert self.folder is not None
         tensors, plain = checkpoint.tensors, checkpoint.plain
 
@@ -345,27 +343,22 @@ class Trainer:
 
 
 def attack_of(keys: Tensor, schedule: Schedule) -> Attack:
-    """The harm that a schedule asks for, among clients with these keys."""
+    """The simulated attack of a schedule among clients with these keys."""
     return Attack.of(keys, schedule.attack, schedule.attackers, schedule.corrupt, schedule.seed)
 
 
 def evaluate_clients(engine: Engine, personal: Personal, clients: Tensor, rng: Rng) -> dict[str, NDArray[Any]]:
     """Scores of each client [n] with its personal model; clients that fail score 0 with samples = 0."""
     work = None if personal.adapt is None else personal.adapt(engine.task.work)
-    step = evaluate if work is None else adapt_and_evaluate
-    if personal.private:
-        if work is not None:
-            raise NotImplementedError("no method adapts and keeps its losses to itself")
-        step = evaluate_privately
+    if personal.private and work is not None:
+        raise NotImplementedError("No method both adapts its models and keeps its losses private.")
+    step = evaluate_privately if personal.private else evaluate if work is None else adapt_and_evaluate
     found: dict[str, NDArray[Any]] = {}
-    call = engine.call(step, clients, models=personal.models, refs=personal.refs, work=work, rng=rng)
-    for chunk in call:
+    for chunk in engine.call(step, clients, models=personal.models, refs=personal.refs, work=work, rng=rng):
         for name, values in chunk.answer.items():
-            numbers = values.cpu().numpy()
-            kind = np.int64 if name == "samples" else np.float64
-            found.setdefault(name, np.zeros(len(clients), dtype=kind))[chunk.positions.numpy()] = numbers
-    if found and "samples" not in found:
-        found["samples"] = np.ones(len(clients), dtype=np.int64)  # not told: all clients weigh the same
+            scores = np.zeros(len(clients), dtype=np.int64 if name == "samples" else np.float64)
+            found.setdefault(name, scores)[chunk.positions.numpy()] = values.cpu().numpy()
     if not found:
-        found = {"samples": np.zeros(len(clients), dtype=np.int64), "loss": np.zeros(len(clients))}
-    return found
+        return {"samples": np.zeros(len(clients), dtype=np.int64), "loss": np.zeros(len(clients))}
+    # Where clients keep their sample counts private, all weigh the same.
+    return {"samples": np.ones(len(clients), dtype=np.int64)} | found

@@ -1,10 +1,10 @@
-"""Who is told of a run while it goes on: the one small interface of progress bars, trackers and one's own code.
+"""Observers follow a run while it trains: progress bars, trackers and your own code.
 
 class Loud(Observer):
     def round(self, row):
         print(row["round"], row["accuracy"]["macro"])
 
-coterie.run("fesem", "rotated-digits", observer=Loud())       # a plain function of the row does as well
+coterie.run("fesem", "rotated-digits", observer=Loud())       # or a plain function of the row
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What there is to know of a run before its first round."""
+    """A run before its first round."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)  # the tables of config.toml
     path: Path | None = None  # the run folder, if there is one
-    done: int = 0  # rounds that were done before: a resumed run goes on after them
+    done: int = 0  # completed rounds of a resumed run
 
 
 class Observer:
-    """Is told when a run begins, after every round, and when it ends; what it does not care for it leaves."""
+    """Called when a run begins, after every round, and when it ends; override what you need."""
 
     def begin(self, run: RunInfo) -> None:
-        """Before the first round, or before the next one of a resumed run."""
+        """Called before the first round of a new or resumed run."""
 
     def round(self, row: Row) -> None:
-        """After each round, with its numbers."""
+        """Called after each round with its row of numbers."""
 
     def end(self, summary: dict[str, Any] | None) -> None:
-        """With the result, or with None if the run was stopped or failed."""
+        """Called with the result, or with None if the run was stopped or failed."""
 
 
 Listener = Observer | Callable[[Row], None]
@@ -54,7 +54,7 @@ class _Function(Observer):
 
 
 class Several(Observer):
-    """Tells all of them, in order.
+    """Several observers or functions, called in order.
 
     >>> seen = []
     >>> both = Several([seen.append, None, lambda row: seen.append(row["round"])])

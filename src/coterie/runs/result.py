@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coterie.client.steps import adapt, own_model
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError, MissingExtra, nearest_name
 from coterie.nets.flat import state_dict
 from coterie.randomness import Rng
 from coterie.runs.loop import Trainer
-from coterie.runs.newcomers import Newcomers, like_the_run, meet
+from coterie.runs.newcomers import Newcomers, like_the_run, onboard, personal_models
 from coterie.runs.observers import Row
 from coterie.settings import values_of
 
 
 class Result:
-    """A finished run: its numbers, its clusters, and everyone's model."""
+    """A finished run: its numbers, its clusters, and every client's model."""
 
     def __init__(self, trainer: Trainer, summary: dict[str, Any], held_out: Federation | None = None) -> None:
         self._trainer = trainer
@@ -31,7 +30,7 @@ class Result:
 
     @property
     def path(self) -> Path | None:
-        """The run folder, if there is one."""
+        """The run folder, if any."""
         return None if self._trainer.folder is None else self._trainer.folder.path
 
     @property
@@ -51,7 +50,7 @@ class Result:
 
     @property
     def labels(self) -> Tensor:
-        """The cluster of each client, int64 [N]; -1: not met."""
+        """The cluster of each client, int64 [N]; -1: not seen."""
         return torch.from_numpy(self._trainer.progress.labels[-1])
 
     @property
@@ -66,31 +65,30 @@ class Result:
         return centers
 
     def personal_model(self, client: str | int) -> nn.Module:
-        """A copy of the network with the weights this client is served with, adapted where the method adapts."""
+        """A copy of the network with the weights of this client, adapted if the method adapts."""
         module = copy.deepcopy(self._trainer.engine.task.module)
         module.load_state_dict(self.client_state_dict(client))
         return module.eval()
 
     def client_state_dict(self, client: str | int) -> dict[str, Tensor]:
-        """The weights that this client is served with, as its module's `load_state_dict` takes them."""
+        """The weights of this client's personal model, for `load_state_dict`."""
         names = self._trainer.federation.names
         module = self._trainer.engine.task.module
         held_out = () if self._held_out is None else self._held_out.names
-        if isinstance(client, str) and client in held_out and self.unseen is not None:
-            found = self.unseen.models(torch.tensor([held_out.index(client)]))
-            return state_dict(module, next(found)[1])
+        if client in held_out and self.unseen is not None:
+            return state_dict(module, next(self.unseen.models(torch.tensor([held_out.index(str(client))])))[1])
         number = names.index(client) if isinstance(client, str) and client in names else client
         if not isinstance(number, int) or not 0 <= number < len(names):
             nearest = nearest_name(str(client), (*names, *held_out))
             hint = f" Did you mean '{nearest}'?" if nearest else ""
-            raise ConfigError(f"There is no client {client!r}; clients are {names[0]} ... {names[-1]}.{hint}")
+            raise ConfigError(f"There is no client {client!r}. Clients are {names[0]} ... {names[-1]}.{hint}")
         return state_dict(module, personal_vector(self._trainer, number))
 
     def cluster_state_dict(self, cluster: int) -> dict[str, Tensor]:
-        """The weights of a cluster's model, as its module's `load_state_dict` takes them."""
+        """The weights of a cluster's center, for `load_state_dict`."""
         if not 0 <= cluster < len(self.centers):
-            there = f"clusters are 0 ... {len(self.centers) - 1}" if len(self.centers) else "the method has none"
-            raise ConfigError(f"There is no cluster {cluster}: {there}.")
+            known = f"Clusters are 0 ... {len(self.centers) - 1}" if len(self.centers) else "The method has none"
+            raise ConfigError(f"There is no cluster {cluster}. {known}.")
         return state_dict(self._trainer.engine.task.module, self.centers[cluster])
 
     @functools.cached_property
@@ -99,19 +97,19 @@ class Result:
         return None if self._held_out is None else self.onboard(self._held_out)
 
     def onboard(self, new_clients: Federation) -> Newcomers:
-        """Assign new clients by this run's own rule, adapt where the method adapts, and evaluate them."""
+        """Assign new clients by the method's rule, adapt if the method adapts, and evaluate them."""
         trainer = self._trainer
         rng = Rng.seed(trainer.schedule.seed).at("assign")
         known = like_the_run(new_clients, trainer.federation)
-        return meet(trainer.algorithm, trainer.state, trainer.engine, known, trainer.progress.round, rng)
+        return onboard(trainer.algorithm, trainer.state, trainer.engine, known, trainer.progress.round, rng)
 
     def assign(self, new_clients: Federation) -> Tensor:
-        """The cluster of each client of another federation, found by this run's own rule; int64 [n]."""
+        """The cluster of each client of another federation by the method's rule; int64 [n]."""
         return self.onboard(new_clients).labels
 
     @functools.cached_property
     def record(self) -> dict[str, Any]:
-        """What a run folder holds for reports, from memory: `coterie.views.plots` and notebooks draw from it."""
+        """What reports read from a run folder, from memory: for `coterie.views.plots` and notebooks."""
         trainer, schedule = self._trainer, self._trainer.schedule
         head = {key: self.summary[key] for key in ("algorithm", "dataset", "model", "engine", "device")}
         newcomers = self.unseen
@@ -153,7 +151,7 @@ class Result:
 
 
 def _columns_of(row: Row) -> Row:
-    """A row of a round for a table: the spread over clients as columns of their own."""
+    """A row for a table, with the spread over clients in columns of its own."""
     names = ("tenth", "quarter", "median", "three_quarters", "nine_tenths")
     found = {key: value for key, value in row.items() if key != "spread"}
     for score, five in row.get("spread", {}).items():
@@ -162,14 +160,8 @@ def _columns_of(row: Row) -> Row:
 
 
 def personal_vector(trainer: Trainer, client: int) -> Tensor:
-    """The flat model [P] that a client is served with."""
-    who = torch.tensor([client])
+    """The personal model [P] of a client, as the last round evaluated it."""
+    who, round = torch.tensor([client]), trainer.progress.round
+    trainer.engine.begin(round, "evaluate")
     personal = trainer.algorithm.personal(trainer.state, who)
-    if personal.adapt is None and personal.models is not None and personal.refs is not None:
-        return personal.models[personal.refs[0]]
-    step = own_model if personal.adapt is None else adapt
-    work = None if personal.adapt is None else personal.adapt(trainer.engine.task.work)
-    rng = trainer.rng_of_evaluation(trainer.progress.round)  # the model that the last round evaluated
-    trainer.engine.begin(trainer.progress.round, "evaluate")
-    call = trainer.engine.call(step, who, models=personal.models, refs=personal.refs, work=work, rng=rng)
-    return next(iter(call)).answer.params[0]
+    return next(personal_models(trainer.engine, personal, who, trainer.rng_of_evaluation(round)))[1]

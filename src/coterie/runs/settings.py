@@ -1,7 +1,7 @@
 """Settings of a run: flags, `[run]` in TOML, `--set run.FIELD=VALUE`. Imports no torch: --help is fast.
 
-A new flag is a new field here (or in `coterie.client.settings`) with `flag=True`: `run`, `compare` and every other
-command that takes the class have it then, and so do config files.
+A field with `flag=True` here (or in `coterie.client.settings`) is a flag of `run`, `compare` and every other command
+that takes the class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coterie.settings import build, fields_of, listed, parse_value, setting
 
 TABLES = ("run", "algorithm", "work", "dataset", "scenario", "model", "engine")
 Tables = dict[str, dict[str, Any]]
-AUTO = "auto"  # number of clusters: choose it before the run
+AUTO = "auto"  # number of clusters: chosen before the run
 PROBE_CLIENTS, PROBE_ROUNDS, LARGEST_K = 100, 3, 8  # defaults of choose-k; the first two are the paper's
 
 _OWN = "the dataset's"
@@ -45,7 +45,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """The one setting of a method that has a flag."""
+    """The only setting of methods that has a flag."""
 
     table: ClassVar[str] = "algorithm"
 
@@ -83,14 +83,14 @@ def build_run(values: Mapping[str, Any]) -> tuple[RunSettings, Schedule]:
     for key in values:
         if key not in named and key not in scheduled:
             raise UnknownName("field of run named", key, (*named, *scheduled))
-    run = build(RunSettings, {key: value for key, value in values.items() if key in named}, "run")
-    return run, build(Schedule, {key: value for key, value in values.items() if key in scheduled}, "run")
+    run, schedule = ({k: v for k, v in values.items() if k in fields} for fields in (named, scheduled))
+    return build(RunSettings, run, "run"), build(Schedule, schedule, "run")
 
 
 def read_tables(path: Path) -> Tables:
     """The tables of a config file; an unknown table is an error that suggests the nearest name."""
     if not path.exists():
-        raise ConfigError(f"There is no config file {path}.")
+        raise ConfigError(f"There is no config file {path}. Check the path.")
     try:
         values = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
@@ -100,13 +100,13 @@ def read_tables(path: Path) -> Tables:
         if table not in TABLES:
             raise UnknownName(f"table of {path} named", table, TABLES)
         if not isinstance(content, dict):
-            raise ConfigError(f"{table} in {path} must be a table: [{table}].")
+            raise ConfigError(f"{table} in {path} must be a table, [{table}]. Got {content!r} instead.")
     return values
 
 
 def apply_set(tables: Tables, assignments: Iterable[str], allowed: Sequence[str] = TABLES) -> Tables:
-    """Apply `TABLE.FIELD=VALUE` texts to the tables; a command may allow some of the tables only."""
-    merged = {name: dict(tables.get(name, {})) for name in TABLES}
+    """Apply `TABLE.FIELD=VALUE` assignments to the tables; `allowed` are the tables that a command takes."""
+    merged = merge(tables)
     for text in assignments:
         name, equals, value = text.partition("=")
         table, dot, key = name.strip().partition(".")
@@ -121,5 +121,5 @@ def apply_set(tables: Tables, assignments: Iterable[str], allowed: Sequence[str]
 
 
 def merge(*layers: Mapping[str, Mapping[str, Any]]) -> Tables:
-    """Later layers win, field by field."""
+    """All tables, field by field; later layers win."""
     return {name: {k: v for layer in layers for k, v in layer.get(name, {}).items()} for name in TABLES}

@@ -1,10 +1,10 @@
-"""Trackers: observers that write a run's numbers where other tools look for them.
+"""Trackers: observers that log a run to other tools.
 
     coterie run --track tensorboard          # event files in the run folder: tensorboard --logdir runs
     coterie run --track mlflow               # MLFLOW_TRACKING_URI, by default the folder mlruns beside the runs
 
-Both are optional extras, imported when they are asked for. A tracker that fails (a full disk, a server that does not
-answer) is told once and left out; the run goes on.
+Both are optional dependencies, imported on request. A failing tracker (a full disk, a server that does not answer) is
+reported once, then disabled; the run continues.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import ConfigError, MissingExtra, UnknownName
+from coterie.runs.files import reason
 from coterie.runs.metrics import metrics
 from coterie.runs.observers import Observer, Row, RunInfo
 
-_MOST_SIZES = 32  # clusters whose sizes are curves of their own
+_MOST_SIZES = 32  # with more clusters, sizes are not logged
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """The numbers of a row by name: accuracy/macro, bytes/up ...; what is not a finite number is left out.
+    """The finite numbers of a row by name: accuracy/macro, bytes/up ...
 
     >>> scalars({"round": 3, "accuracy": {"macro": 0.5}, "loss": None, "cluster_sizes": [2, 1], "repairs": []})
     {'accuracy/macro': 0.5, 'cluster_size/0': 2.0, 'cluster_size/1': 1.0}
@@ -43,12 +44,10 @@ def scalars(row: Row) -> dict[str, float]:
 
     for name, value in row.items():
         if name == "cluster_sizes":
-            for cluster, size in enumerate(value[:_MOST_SIZES] if len(value) <= _MOST_SIZES else []):
-                add(f"cluster_size/{cluster}", size)
+            add("cluster_size", dict(enumerate(value)) if len(value) <= _MOST_SIZES else {})
         elif name == "spread":
             for score, five in value.items():
-                add(f"{score}/tenth", five[0])
-                add(f"{score}/median", five[2])
+                add(score, {"tenth": five[0], "median": five[2]})
         elif name not in ("round", "repairs"):
             add(name, value)
     return found
@@ -59,8 +58,7 @@ class TensorBoard(Observer):
 
     def __init__(self) -> None:
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the package, about others
+            with _no_warnings():
                 from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtra("--track tensorboard", "tensorboard") from error
@@ -69,8 +67,8 @@ class TensorBoard(Observer):
 
     def begin(self, run: RunInfo) -> None:
         if run.path is None:
-            raise ConfigError("--track tensorboard writes into the run folder; give the run one (out=...).")
-        # What was written after the checkpoint of a resumed run is hidden by what comes now.
+            raise ConfigError("--track tensorboard writes to the run folder; set out.")
+        # Rounds after the checkpoint of a resumed run are repeated: TensorBoard hides the old ones.
         purge = run.done + 1 if run.done else None
         self._writer = self._make(str(run.path / "tensorboard"), purge_step=purge)
         if not run.done:
@@ -82,7 +80,7 @@ class TensorBoard(Observer):
             self._writer.add_scalar(name, value, row["round"])
         for repair in row.get("repairs", []):
             self._writer.add_text("repairs", str(repair.get("reason", "")), row["round"])
-        self._writer.flush()  # who looks sees the round
+        self._writer.flush()
 
     def end(self, summary: dict[str, Any] | None) -> None:
         if self._writer is not None:
@@ -90,19 +88,18 @@ class TensorBoard(Observer):
 
 
 class MLflow(Observer):
-    """A run of MLflow's, in the experiment that the dataset names; a resumed run goes on in the same one."""
+    """An MLflow run in the experiment of the dataset's name; a resumed run continues it."""
 
     def __init__(self) -> None:
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with _no_warnings():
                 from mlflow import MlflowClient
         except ImportError as error:
             raise MissingExtra("--track mlflow", "mlflow") from error
         self._client_type: Any = MlflowClient
         self._client: Any = None
         self._id = ""
-        self._kept: Path | None = None
+        self._id_file: Path | None = None
 
     def begin(self, run: RunInfo) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
@@ -110,49 +107,47 @@ class MLflow(Observer):
             home = (Path.cwd() if run.path is None else run.path.parent) / "mlruns"
             home.mkdir(parents=True, exist_ok=True)
             uri = home.resolve().as_uri()
-            # Newer versions want to be told that a plain folder is meant.
+            # Newer versions write to a plain folder only with this.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        self._kept = None if run.path is None else run.path / "artifacts" / "mlflow.json"
-        with _quietly():
+        self._id_file = None if run.path is None else run.path / "artifacts" / "mlflow.json"
+        with _no_warnings():
             self._client = self._client_type(tracking_uri=uri)
             name = str(run.settings.get("run", {}).get("dataset", "coterie"))
             experiment = self._client.get_experiment_by_name(name)
             number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-            before = self._before() if run.done else None
-            if before is not None:
-                self._id = before
+            self._id = self._known_id() if run.done else ""
+            if self._id:
                 self._client.update_run(self._id, status="RUNNING")
                 return
             self._id = self._client.create_run(number, run_name=run.name).info.run_id
-            if self._kept is not None:
-                self._kept.write_text(json.dumps({"run_id": self._id}))
+            if self._id_file is not None:
+                self._id_file.write_text(json.dumps({"run_id": self._id}))
             for table, values in run.settings.items():
                 for key, value in values.items() if isinstance(values, dict) else ():
                     self._client.log_param(self._id, f"{table}.{key}", str(value)[:500])
 
-    def _before(self) -> str | None:
-        """The run that a resumed one goes on with, if it is still there."""
+    def _known_id(self) -> str:
+        """The id of the run to continue; empty if there is none."""
         try:
-            assert self._kept is not None
-            found = str(json.loads(self._kept.read_text())["run_id"])
+            assert self._id_file is not None
+            found = str(json.loads(self._id_file.read_text())["run_id"])
             self._client.get_run(found)
-        except Exception:  # not there, damaged, or unknown to this server: a new one is made
-            return None
+        except Exception:  # missing, damaged, or unknown to this server: a new run is created
+            return ""
         return found
 
     def round(self, row: Row) -> None:
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        # Names of MLflow's may hold slashes.
         metrics = [Metric(name, value, now, row["round"]) for name, value in scalars(row).items()]
-        with _quietly():
+        with _no_warnings():
             self._client.log_batch(self._id, metrics=metrics)
 
     def end(self, summary: dict[str, Any] | None) -> None:
         if self._client is None:
             return
-        with _quietly():
+        with _no_warnings():
             if summary is not None:
                 final = {metric.place[0] for metric in metrics("table")} | {"seconds"}
                 for name, value in scalars({key: summary.get(key) for key in final}).items():
@@ -161,47 +156,43 @@ class MLflow(Observer):
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def _no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the folder store warns of itself at every turn
+        warnings.simplefilter("ignore")  # of the packages, about themselves and others
         yield
 
 
 TRACKERS: dict[str, Callable[[], Observer]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
 
 
-class Careful(Observer):
-    """Another observer that may fail: the first time it is told, and from then on it is left out."""
+class Tolerant(Observer):
+    """Another observer; when it fails, that is reported once and it is disabled."""
 
     def __init__(self, name: str, inner: Observer, say: Callable[[str], None]) -> None:
-        self._name, self._inner, self._say = name, inner, say
-        self._failed = False
+        self._name, self._say = name, say
+        self._inner: Observer | None = inner
 
     def begin(self, run: RunInfo) -> None:
-        self._try(lambda: self._inner.begin(run))
+        self._try("begin", run)
 
     def round(self, row: Row) -> None:
-        self._try(lambda: self._inner.round(row))
+        self._try("round", row)
 
     def end(self, summary: dict[str, Any] | None) -> None:
-        self._try(lambda: self._inner.end(summary))
+        self._try("end", summary)
 
-    def _try(self, what: Callable[[], None]) -> None:
-        if self._failed:
-            return
+    def _try(self, event: str, value: Any) -> None:
         try:
-            what()
-        except Exception as error:  # whatever it is, it must not stop a run of hours
-            self._failed = True
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self._say(f"note: {self._name} is left out from here on: {reason}")
+            if self._inner is not None:
+                getattr(self._inner, event)(value)
+        except Exception as error:  # of any kind: it must not stop a run of hours
+            self._inner = None
+            self._say(f"note: {self._name} is disabled: {reason(error)}.")
 
 
 def trackers(names: list[str] | None, say: Callable[[str], None] = lambda text: None) -> list[Observer]:
-    """The trackers of these names; one that is not known or not installed is refused before anything runs."""
-    found: list[Observer] = []
-    for name in dict.fromkeys(names or []):
+    """The trackers of these names; an unknown or missing one is an error before anything runs."""
+    for name in names or []:
         if name not in TRACKERS:
             raise UnknownName("tracker", name, TRACKERS)
-        found.append(Careful(name, TRACKERS[name](), say))
-    return found
+    return [Tolerant(name, TRACKERS[name](), say) for name in dict.fromkeys(names or [])]
