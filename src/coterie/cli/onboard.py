@@ -13,8 +13,9 @@ import typer
 from rich.table import Table
 
 from coterie.cli.flags import JsonFlag, RunArgument, takes, whole
-from coterie.cli.output import number, percent, say, stdout
+from coterie.cli.output import say, stdout, table_of
 from coterie.errors import ConfigError, RunError, StorageError
+from coterie.runs.metrics import NUMBER, PERCENT
 from coterie.runs.settings import RunSettings, Tables, merge
 
 if TYPE_CHECKING:
@@ -111,19 +112,18 @@ def _write(folder: Path, result: Result, newcomers: Newcomers) -> dict[str, Any]
 
 
 def _table(report: dict[str, Any], path: Path) -> Table:
-    accuracy = report["accuracy"] or {}
-    score = f"accuracy {percent(accuracy.get('macro'))}, ARI {number(report['ari'])}"
-    title = f"{len(report['clients'])} new clients in {path} ({report['algorithm']}): {score}"
-    table = Table(title=title, title_justify="left")
-    for column in ("client", "cluster", "true group", "accuracy"):
-        table.add_column(column, justify="left" if column == "client" else "right")
-    for row in report["clients"][:_SHOWN]:
-        cells = ("-" if row[key] is None else str(row[key]) for key in ("cluster", "group"))
-        table.add_row(row["name"], *cells, percent(row["accuracy"]))
-    left = len(report["clients"]) - _SHOWN
-    if left > 0:
-        table.add_row(f"... and {left} more in clients.json", "", "", "")
-    return table
+    accuracy, clients = PERCENT.text((report["accuracy"] or {}).get("macro")), report["clients"]
+    score = f"accuracy {accuracy}, ARI {NUMBER.text(report['ari'])}"
+    title = f"{len(clients)} new clients in {path} ({report['algorithm']}): {score}"
+    rows = []
+    for row in clients[:_SHOWN]:
+        cells = ["-" if row[key] is None else str(row[key]) for key in ("cluster", "group")]
+        rows.append([row["name"], *cells, PERCENT.text(row["accuracy"])])
+    if len(clients) > _SHOWN:
+        rows.append([f"... and {len(clients) - _SHOWN} more in clients.json"])
+    return table_of(
+        title + f"ARI {NUMBER.text(report['ari'])}", ("client", "cluster", "true group", "accuracy"), rows, ["client"]
+    )
 
 
 def export(

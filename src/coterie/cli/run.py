@@ -120,13 +120,13 @@ def show(path: RunArgument, json_: JsonFlag = False) -> None:
     run = read_run(path, whole=False)
     if json_:
         last = rows[-1] if rows else None
-        told = {"path": str(path), "finished": False, "state": run.state, "seconds_left": run.seconds_left}
-        print(json.dumps({**told, "rounds_done": len(rows), "last": last}))
+        progress = {"state": run.state, "seconds_left": run.seconds_left, "rounds_done": len(rows), "last": last}
+        print(json.dumps({"path": str(path), "finished": False, **progress}))
         return
     what = f"{settings['algorithm']} on {settings['dataset']}"
     print(f"{path}: {what}, not finished: round {len(rows)} of {settings['rounds']}.")
     if rows:
-        print(RoundProgress._numbers(rows[-1]))
+        print(RoundProgress.numbers(rows[-1]))
     if run.state == "running":
         left = "" if run.seconds_left is None else f", about {clock(run.seconds_left)} left"
         print(f"It is running{left}.")
