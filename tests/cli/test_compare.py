@@ -126,7 +126,7 @@ def test_a_name_that_is_taken_is_refused(command: Command):
         (["--clusters", "9"], "must be at most the number of clients, 8. Got 9 instead."),
         (["--clusters", "0"], "Got '0' instead."),
         (["--lr", "nan"], "--lr must be a number > 0. Got 'nan' instead."),
-        (["--dataset", "none.npz"], "There is no file none.npz;"),
+        (["--dataset", "none.npz"], "There is no file none.npz"),
         (["--model", "lenet"], "takes pictures of at least 12x12"),
         (["--device", "gpu"], "Got 'gpu' instead."),
         (["--config", "none.toml"], "There is no config file none.toml."),

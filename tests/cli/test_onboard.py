@@ -109,7 +109,7 @@ def test_one_newcomer_is_enough(command: Command, runs: Path):
             "--set takes fields of dataset or scenario here.",
         ),
         (("--dataset", "synthetic"), "the run was trained on (1, 8, 8)"),
-        (("--dataset", "none.npz"), "There is no file none.npz."),
+        (("--dataset", "none.npz"), "There is no file none.npz"),
     ],
 )
 def test_onboard_refuses_in_one_sentence(command: Command, runs: Path, arguments: tuple[str, ...], said: str):

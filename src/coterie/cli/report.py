@@ -69,7 +69,7 @@ def report(
 
 
 def expand(paths: list[Path]) -> list[Path]:
-    """The run folders among the paths, and the runs inside the other folders; each once, in order."""
+    """The run folders among the paths and inside the other folders, each once, in order."""
     from coterie.runs.reading import find_runs, is_run
 
     found: dict[Path, Path] = {}
@@ -87,7 +87,7 @@ def expand(paths: list[Path]) -> list[Path]:
 
 
 def _target(out: Path | None, asked: list[Path], data: list[RunData]) -> Path:
-    """Where the page goes: where the user says, or into the folder of the runs."""
+    """The path of the page: the user's, or report.html in the folder of the runs."""
     if out is not None:
         return out / "report.html" if out.is_dir() else out
     if len(asked) == 1:

@@ -53,7 +53,7 @@ def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Choice | No
         return resolve(tables).loaded(), None
     trial = resolve(merge(tables, {"algorithm": {"num_clusters": 1}})).loaded()
     if not hasattr(trial.algorithm, "num_clusters"):
-        return trial, None  # its note says that clusters are not used
+        return trial, None  # a note says that clusters are not used
     say(f"choosing the number of clusters of {trial.dataset}", hidden)
     choice = choose_k(trial, last=None)
     experiment = resolve(merge(tables, {"algorithm": {"num_clusters": choice.recommended}}))
@@ -87,7 +87,7 @@ def resume(path: RunArgument, track: TrackFlag = None, json_: JsonFlag = False, 
 def carry_through(
     experiment: Experiment, folder: RunFolder, json_: bool, quiet: bool, also: Sequence[Observer] = ()
 ) -> None:
-    """Run or resume to the end, with progress and Ctrl-C, and print the result."""
+    """Run or resume with progress and Ctrl-C, and print the result."""
     from coterie.runs.execution import execute
     from coterie.runs.observers import Several
 
@@ -135,7 +135,7 @@ def show(path: RunArgument, json_: JsonFlag = False) -> None:
 
 
 def _opening(experiment: Experiment) -> str:
-    """What is about to run, with the defaults of the dataset filled in."""
+    """The run in one line, with the defaults of the dataset."""
     work, settings = experiment.work, experiment.model_settings
     length = f"{work.steps} steps" if work.steps is not None else f"{work.epochs} epochs"
     chosen = f"({', '.join(f'{key}={value}' for key, value in settings.items())})" if settings else ""
