@@ -1,10 +1,10 @@
-"""Other simulators on the rounds of `coterie bench`: pfl-research, FedLab, Flower. `make bench-peers` installs them.
+"""Other simulators on the workloads of `coterie bench`: pfl-research, FedLab, Flower. `make bench-peers` installs them.
 
     python benchmarks/peers.py [-w mclr -w lenet] [--clients 100] [--repeats 5] [--device cpu] [--peers flower ...]
 
-A peer gets the clients, start weights and batches of our engine and trains the same round of FedAvg, used as its own
-documentation says. Rounds alternate with the plain loop and ours, and medians are shown. `difference` is from its mean
-model to ours, relative to how far training moved ours.
+A peer gets the clients, start weights and batches of our engine and trains the same round of FedAvg, in the way its
+documentation recommends. Its rounds alternate with those of the plain loop and ours, and medians are shown.
+`difference` is the distance of its mean model to ours, relative to how far training moved ours.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from coterie.runs.bench import Bench, machine, per_step, workloads
 
 @dataclass(frozen=True)
 class Round:
-    """One round of FedAvg: everyone trains one epoch from the same weights, and the models are averaged."""
+    """One round of FedAvg: all clients train one epoch from the same weights, and the models are averaged."""
 
     model: str
     settings: dict[str, Any]
     shape: tuple[int, ...]
     start: dict[str, Tensor]  # weights and statistics by name
-    data: list[tuple[Tensor, Tensor]]  # of each client, in the order in which our batches take its samples
+    data: list[tuple[Tensor, Tensor]]  # of each client, in the order of our batches
     lr: float
     momentum: float
     batch: int
@@ -51,7 +51,7 @@ class Round:
 
     @classmethod
     def of(cls, bench: Bench) -> Round:
-        """What our engine trains in a benchmark."""
+        """The round that our engine trains in a benchmark."""
         load, work, engine = bench.workload, bench.work, bench.engine
         start = {k: v.detach().cpu().clone() for k, v in engine.task.layout.unpack(engine.initial()).items()}
         samples = map(bench.federation.samples, range(load.clients))
@@ -60,13 +60,13 @@ class Round:
         return cls(load.model, dict(load.settings), load.shape, start, data, work.lr, load.momentum, load.batch, device)
 
     def module(self) -> nn.Module:
-        """The network with the weights that all clients start from."""
+        """The network with the start weights."""
         module = build_model(self.model, dict(self.settings), self.shape, 10, Rng.seed(0))
-        module.load_state_dict(self.start, strict=False)  # counters of BatchNorm are no part of a model here
+        module.load_state_dict(self.start, strict=False)  # BatchNorm counters are not part of our models
         return module.to(self.device).train()
 
     def train(self, module: nn.Module, x: Tensor, y: Tensor) -> None:
-        """The epoch of one client, for peers that leave it to the user: slices of tensors, as in the plain loop."""
+        """The epoch of one client, for peers that leave it to the user: tensor slices, as in the plain loop."""
         optimizer = torch.optim.SGD(module.parameters(), lr=self.lr, momentum=self.momentum)
         for first in range(0, len(x), self.batch):
             optimizer.zero_grad(set_to_none=True)
@@ -76,31 +76,31 @@ class Round:
 
 
 class Peer:
-    """A simulator: `start` builds its objects, `round` is what is timed, `model` is the mean model that came out."""
+    """A simulator: `start` builds its objects, `round` is timed, `model` is the resulting mean model."""
 
-    packages: ClassVar[tuple[str, ...]]  # that must be importable; the first one's distribution has the version
-    remark: ClassVar[str] = "one process, threads as the plain loop"
+    packages: ClassVar[tuple[str, ...]]  # required; the distribution of the first one has the version
+    remark: ClassVar[str] = "one process, threads as in the plain loop"
     start: Callable[[Round], None]
-    round: Callable[[], None]  # everyone trains from the start weights
+    round: Callable[[], None]  # every client trains from the start weights
     model: Callable[[], Mapping[str, Tensor]]
 
     @classmethod
     def is_installed(cls) -> bool:
-        """Whether its packages are there; nothing is imported."""
+        """Whether its packages are installed; nothing is imported."""
         return all(util.find_spec(package) is not None for package in cls.packages)
 
     def cpu(self) -> float:
-        """Processor seconds so far."""
+        """CPU seconds so far."""
         return time.process_time()
 
     def stop(self) -> None:
-        """End what `start` began, however far it came."""
+        """Clean up, also after a failed start."""
 
 
 class PflResearch(Peer):
-    """pfl-research as in its benchmarks: users' tensors lie ready, one optimizer a user, central SGD with rate 1.
+    """pfl-research as in its benchmarks: tensors in memory, one optimizer per user, central SGD with learning rate 1.
 
-    Its evaluation of every user before and after training is done in round 0 only, which is not timed.
+    It evaluates every user before and after training in round 0 only, which is not timed.
     """
 
     packages = ("pfl",)
@@ -126,30 +126,27 @@ class PflResearch(Peer):
         module: Any = work.module()
         module.loss, module.metrics = types.MethodType(loss, module), types.MethodType(metrics, module)
         users = {str(i): (x.to(work.device), y.to(work.device)) for i, (x, y) in enumerate(work.data)}
-        sampler = get_user_sampler("minimize_reuse", list(users))  # a cohort of all is everyone once
-        dataset = FederatedDataset.from_slices(users, sampler)
-        self._model = PyTorchModel(
-            model=module,
-            local_optimizer_create=functools.partial(torch.optim.SGD, momentum=work.momentum),
-            central_optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
-        )
+        # A cohort of all users contains everyone once.
+        dataset = FederatedDataset.from_slices(users, get_user_sampler("minimize_reuse", list(users)))
+        optimizer = functools.partial(torch.optim.SGD, momentum=work.momentum)
+        central = torch.optim.SGD(module.parameters(), lr=1.0)
+        self._model = PyTorchModel(model=module, local_optimizer_create=optimizer, central_optimizer=central)
         self._first, self._rounds = self._model.get_parameters(), 0
         self._params = functools.partial(
             NNAlgorithmParams, evaluation_frequency=1 << 30, train_cohort_size=len(users), val_cohort_size=None
         )
+        training = {"local_num_epochs": 1, "local_learning_rate": work.lr}
         self._run = functools.partial(
             FederatedAveraging().run,
             backend=SimulatedBackend(training_data=dataset, val_data=dataset),
             model=self._model,
-            model_train_params=NNTrainHyperParams(
-                local_batch_size=work.batch, local_num_epochs=1, local_learning_rate=work.lr
-            ),
+            model_train_params=NNTrainHyperParams(local_batch_size=work.batch, **training),
             model_eval_params=NNEvalHyperParams(local_batch_size=work.batch),
             send_metrics_to_platform=False,
         )
 
     def round(self) -> None:
-        self._rounds += 1  # `run` goes on from the round it is at
+        self._rounds += 1  # `run` continues from its last round
         self._model.set_parameters(self._first)
         self._run(self._params(central_num_iterations=self._rounds))
 
@@ -158,10 +155,9 @@ class PflResearch(Peer):
 
 
 class FedLab(Peer):
-    """FedLab as in its tutorials: `StandalonePipeline`, a data loader for each client.
+    """FedLab as in its tutorials: `StandalonePipeline`, one data loader per client.
 
-    FedLab has one optimizer for all clients. A new one for each is needed here, since momentum must not pass from
-    client to client.
+    FedLab has one optimizer for all clients. Here each client gets a new one: momentum must not pass between clients.
     """
 
     packages = ("fedlab", "torchvision", "pynvml")
@@ -169,20 +165,21 @@ class FedLab(Peer):
     def start(self, work: Round) -> None:
         root = logging.getLogger()
         handlers, level = list(root.handlers), root.level
-        with warnings.catch_warnings():  # torchvision misses libraries that nobody here needs
+        with warnings.catch_warnings():  # torchvision misses libraries that are not needed here
             warnings.simplefilter("ignore")
             from fedlab.contrib.algorithm.fedavg import FedAvgSerialClientTrainer, FedAvgServerHandler
             from fedlab.contrib.dataset.basic_dataset import BaseDataset, FedDataset
             from fedlab.core.standalone import StandalonePipeline
 
+        sets = [BaseDataset(x, y) for x, y in work.data]
+
         class Data(FedDataset):
             def __init__(self) -> None:
                 super().__init__()
-                self.num = len(work.data)
-                self._sets = [BaseDataset(x, y) for x, y in work.data]
+                self.num = len(sets)
 
             def get_dataloader(self, id: int, batch_size: int, type: str = "train") -> Any:
-                return DataLoader(self._sets[id], batch_size=batch_size)
+                return DataLoader(sets[id], batch_size=batch_size)
 
         class Trainer(FedAvgSerialClientTrainer):
             def train(self, model_parameters: Tensor, train_loader: Any) -> Any:
@@ -196,11 +193,11 @@ class FedLab(Peer):
         module, cuda = work.module(), work.device.startswith("cuda")
         where = {"cuda": cuda, "device": work.device if cuda else None}
         self._handler = FedAvgServerHandler(module, global_round=1, sample_ratio=1.0, **where)
-        trainer = Trainer(module, num_clients=len(work.data), **where)
+        trainer = Trainer(module, num_clients=len(sets), **where)
         trainer.setup_dataset(Data())
         trainer.setup_optim(epochs=1, batch_size=work.batch, lr=work.lr)
         self._pipeline, self._first = Pipeline(self._handler, trainer), self._handler.model_parameters.clone()
-        root.handlers[:] = handlers  # FedLab sends everyone's logging to stdout
+        root.handlers[:] = handlers  # FedLab redirects all logging to stdout
         root.setLevel(level)
 
     def round(self) -> None:
@@ -213,13 +210,13 @@ class FedLab(Peer):
 
 
 class Flower(Peer):
-    """Flower's simulation: the strategy FedAvg, a ClientApp by the message API, one Ray worker of one thread a core.
+    """Flower's simulation: the strategy FedAvg, a ClientApp by the message API, one Ray worker of one thread per core.
 
-    A worker reads the data once and keeps them; the client's epoch is written as in the plain loop.
+    A worker loads the data once and keeps it; the epoch of a client is written as in the plain loop.
     """
 
     packages = ("flwr", "ray")
-    remark = "Ray, one worker a core; CPU time of its processes from /proc"
+    remark = "Ray, one worker per core; CPU time of its processes from /proc"
 
     def start(self, work: Round) -> None:
         from flwr.app import ArrayRecord
@@ -228,7 +225,7 @@ class Flower(Peer):
         from coterie.engines.flower.simulation import Simulation
 
         if work.device != "cpu":
-            raise RuntimeError("Flower is measured on a CPU only")
+            raise RuntimeError("Flower is measured on CPUs only")
         # Ray's workers import this file.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         folder = tempfile.mkdtemp(prefix="coterie-flower-")
@@ -248,8 +245,7 @@ class Flower(Peer):
             raise RuntimeError("no client answered")
 
     def model(self) -> Mapping[str, Tensor]:
-        found: Mapping[str, Tensor] = self._arrays.to_torch_state_dict()
-        return found
+        return dict(self._arrays.to_torch_state_dict())
 
     def cpu(self) -> float:
         return tree_seconds(os.getpid())
@@ -265,7 +261,7 @@ def _flower_work(folder: str) -> tuple[Round, nn.Module]:
 
 
 def _flower_client(folder: str, message: Any, context: Any) -> Any:
-    """A client's round, in one of Ray's workers."""
+    """The round of a client, in a Ray worker."""
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
     work, module = _flower_work(folder)
@@ -277,11 +273,11 @@ def _flower_client(folder: str, message: Any, context: Any) -> Any:
 
 
 def tree_seconds(pid: int, proc: Path = Path("/proc")) -> float:
-    """Processor seconds of a process and all below it, ended ones that were waited for included."""
+    """CPU seconds of a process and its descendants, including ended ones that were waited for."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for entry in proc.glob("[0-9]*"):
-        with suppress(OSError):  # ended meanwhile
+        with suppress(OSError):  # has ended
             fields = (entry / "stat").read_text().rpartition(")")[2].split()  # from the third field on: state, parent
             parents[int(entry.name)] = int(fields[1])
             ticks[int(entry.name)] = sum(map(int, fields[11:15]))  # own and children's, user and system
@@ -295,19 +291,19 @@ PEERS: dict[str, type[Peer]] = {"pfl-research": PflResearch, "fedlab": FedLab, "
 
 
 def distance(bench: Bench, model: Mapping[str, Tensor]) -> float:
-    """Of a mean model over all clients to ours, over its parameters, relative to how far training moved ours."""
+    """The distance of a mean model to ours, over the parameters, relative to how far training moved ours."""
     layout = bench.engine.task.layout
 
     def flat(tensors: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([tensors[slot.name].detach().flatten().cpu().double() for slot in layout.parameters])
 
-    # In float64: a float32 sum of 100 models is off by more than the trained models are.
+    # In float64: the rounding error of a float32 sum of 100 models exceeds the difference of trained models.
     ours, start = flat(layout.unpack(bench.ours(dtype=torch.float64))), flat(layout.unpack(bench.engine.initial()))
     return float((flat(model) - ours).norm() / (ours - start).norm().clamp_min(1e-12))
 
 
 def rows_of(bench: Bench, peers: Mapping[str, Peer], repeats: int) -> list[dict[str, Any]]:
-    """A row for the plain loop, for ours and for each peer; ratios are to the plain loop."""
+    """A row each for the plain loop, ours and each peer; ratios are relative to the plain loop."""
     work, errors = Round.of(bench), dict.fromkeys(peers, "")
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in peers}
     differences: dict[str, float] = {}
@@ -321,13 +317,12 @@ def rows_of(bench: Bench, peers: Mapping[str, Peer], repeats: int) -> list[dict[
         times[name].append(bench.timed(peers[name].round, peers[name].cpu))
 
     def each(action: Callable[[str], None]) -> None:
-        """Whatever a peer raises ends its own measurement and becomes the reason in its row."""
+        """Whatever a peer raises ends its measurement and becomes the remark in its row."""
         for name in peers:
             try:
                 if not errors[name]:
-                    with bench.with_threads(
-                        bench.plain_threads
-                    ):  # peers train one client at a time as the plain loop does
+                    # Peers train one client at a time, as the plain loop does.
+                    with bench.with_threads(bench.plain_threads):
                         action(name)
             except Exception as error:
                 errors[name] = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
@@ -362,16 +357,16 @@ COLUMNS |= {"difference": ".0e", "remark": ""}
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-w", "--workload", action="append", help="repeatable; all by default")
+    parser.add_argument("-w", "--workload", action="append", help="repeatable; by default all")
     parser.add_argument("--clients", type=int)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, help="those installed by default")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="by default all that are installed")
     options = parser.parse_args(arguments)
     device = resolve_device(options.device)
     names = [name for name, peer in PEERS.items() if peer.is_installed()] if options.peers is None else options.peers
     versions = {name: metadata.version(PEERS[name].packages[0]) for name in names if PEERS[name].is_installed()}
-    print(f"microseconds of a client-step, medians of {options.repeats}; {machine(device)}; {versions}\n")
+    print(f"microseconds per client step, median of {options.repeats}; {machine(device)}; {versions}\n")
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
     for name in options.workload or workloads(device):
         load = workloads(device)[name]
@@ -383,6 +378,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from peers import main  # by its name, so that Ray's workers find what they import
+    from peers import main  # by name, so that Ray's workers can import it
 
     main()

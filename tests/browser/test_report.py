@@ -220,3 +220,15 @@ def test_the_page_of_data_show(browser: Browser, tmp_path: Path, width: int):
     assert browser.js("return [...document.images].every(i => i.complete && i.naturalWidth > 100)")
     browser.js("document.querySelectorAll('details').forEach(d => { d.open = false })")
     browser.keep(f"data-show-{width}", width)
+
+
+def test_runs_with_and_without_numbers_for_a_panel(browser: Browser, tmp_path: Path):
+    runs = [read_run(make_run(tmp_path, name, clients=n)) for name, n in (("small", 12), ("large", 200))]
+    browser.open(write_report(runs, tmp_path / "page.html", tsne=False).as_uri())
+    browser.scroll_through()
+    browser.js("document.querySelector('#labels details').open = true")
+    browser.click(".tabs button", "large")  # a heat map has no table
+    browser.wait("document.querySelector('#labels details').hidden")
+    browser.click(".tabs button", "small")
+    browser.wait("document.querySelectorAll('#labels details tbody tr').length === 12")
+    assert browser.errors() == []

@@ -13,13 +13,11 @@ from rich.console import Console
 from coterie.cli import output
 from coterie.cli.output import (
     RoundProgress,
-    megabytes,
-    number,
-    percent,
     short_sizes,
     stop_on_ctrl_c,
     summary_table,
 )
+from coterie.views.words import size_text
 
 ROW: dict[str, Any] = {
     "round": 1,
@@ -49,12 +47,7 @@ def test_sizes_in_little_room(sizes: list[int], text: str):
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (1_540_000, "1.5 MB"), (13e9, "13.0 GB"), (5e15, "5000.0 TB")],
 )
 def test_bytes_in_words(count: int, text: str):
-    assert megabytes(int(count)) == text
-
-
-def test_scores_in_words():
-    assert (percent(0.95123), percent(None)) == ("95.12", "-")
-    assert (number(0.956), number(None)) == ("0.96", "-")
+    assert size_text(count) == text
 
 
 # ---- progress ----
@@ -218,6 +211,6 @@ def test_what_there_is_not_is_not_shown():
     less |= {"clients_met": 6, "bytes": SUMMARY["bytes"] | {"start": {"down": 0, "up": 0}}}
     less.pop("path")
     text = shown(less)
-    for word in ("accuracy", "F1", "true groups", "clients met", "start:", "failed", "note", "run folder", "repair"):
+    for word in ("accuracy", "F1", "true groups", "clients seen", "start:", "failed", "note", "run folder", "repair"):
         assert word not in text, word
     assert "macro 0.3200" in text

@@ -1,1 +1,1 @@
-"""The command line: one module per family of verbs; `main` wires them and prints errors."""
+"""The command line: one module per family of commands; `main` registers them and prints errors."""

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from coterie.cli.flags import JsonFlag, QuietFlag, takes, whole
-from coterie.cli.output import say, stdout
+from coterie.cli.output import say, stdout, table_of
 from coterie.errors import UnknownName
 from coterie.runs.settings import RunSettings, Tables
 
@@ -48,21 +47,18 @@ def bench(
         if clients is not None:
             work = replace(work, clients=clients, plain_clients=min(clients, work.plain_clients))
         rows.append(Bench(work, str(where), **tables["engine"]).run(repeats))
-    told = machine(where)
+    host = machine(where)
     if json_:
-        print(json.dumps({"machine": told, "rows": rows}))
+        print(json.dumps({"machine": host, "rows": rows}))
         return
-    title = f"{told['gpu'] or told['processor']}, {told['threads']} threads, torch {told['torch']}, {told['date']}"
-    table = Table(title=f"microseconds per client step, median of {repeats}; {title}", title_justify="left")
-    columns = "workload, clients, batch, plain loop, coterie, ratio, CPU-time ratio, difference, plan"
-    for column in columns.split(", "):
-        table.add_column(column, justify="left" if column in ("workload", "plan") else "right")
+    title = f"{host['gpu'] or host['processor']}, {host['threads']} threads, torch {host['torch']}, {host['date']}"
+    heads = ("workload", "clients", "batch", "plain loop", "coterie", "ratio", "CPU-time ratio", "difference", "plan")
+    cells = []
     for row in rows:
-        spent = row["plain_cpu_us"] / max(row["ours_cpu_us"], 1e-9)
-        numbers = (f"{row['plain_us']:.1f}", f"{row['ours_us']:.2f}", f"{row['ratio']:.1f}x", f"{spent:.1f}x")
-        plan = row["plan"]
-        way = f"{plan['plan']}, {plan['precision']}"
-        table.add_row(
-            row["workload"], str(row["clients"]), str(row["batch"]), *numbers, f"{row['difference']:.0e}", way
-        )
-    stdout().print(table)
+        cpu = row["plain_cpu_us"] / max(row["ours_cpu_us"], 1e-9)
+        times = f"{row['plain_us']:.1f}", f"{row['ours_us']:.2f}", f"{row['ratio']:.1f}x", f"{cpu:.1f}x"
+        plan = f"{row['plan']['plan']}, {row['plan']['precision']}"
+        sizes = str(row["clients"]), str(row["batch"])
+        cells.append([row["workload"], *sizes, *times, f"{row['difference']:.0e}", plan])
+    title = f"microseconds per client step, median of {repeats}; {title}"
+    stdout().print(table_of(title, heads, cells, text=("workload", "plan")))

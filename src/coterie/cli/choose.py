@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from coterie.cli.flags import JsonFlag, QuietFlag, takes, whole
-from coterie.cli.output import file_stem, new_folder, number, percent, say, stdout
+from coterie.cli.output import file_stem, new_folder, say, stdout, table_of
 from coterie.client.settings import WorkSettings
 from coterie.errors import MissingExtra
+from coterie.runs.metrics import NUMBER, PERCENT
 from coterie.runs.settings import LARGEST_K, PROBE_CLIENTS, PROBE_ROUNDS, TABLES, RunSettings, Schedule, Tables
 
 if TYPE_CHECKING:
-    from coterie.runs.choose_k import Choice, Row
+    from coterie.runs.choose_k import Choice
 
 
 @takes(RunSettings, WorkSettings, (Schedule, "seed"), without=("algorithm",), settable=TABLES[2:])
@@ -40,7 +41,7 @@ def choose(
     from coterie.runs.experiment import resolve
 
     new_folder(out)
-    # The method and its settings play no part; one cluster suits any number of clients.
+    # The method is irrelevant; one cluster is valid for any number of clients.
     tables["run"]["algorithm"], tables["algorithm"] = "fesem", {"num_clusters": 1}
     experiment, hidden = resolve(tables), quiet or json_
     choice = choose_k(
@@ -56,7 +57,7 @@ def choose(
 
 
 def _draw(choice: Choice, out: Path, dataset: str) -> tuple[str | None, str]:
-    """Write the plot; its path, or None and why there is none."""
+    """Write the plot; its path, or None and the reason."""
     from coterie.views import plots
 
     path = out / f"choose-k-{file_stem(dataset)}.png"
@@ -71,18 +72,18 @@ def _draw(choice: Choice, out: Path, dataset: str) -> tuple[str | None, str]:
 
 
 def _table(choice: Choice, dataset: str) -> Table:
-    title = f"{escape(dataset)}: {choice.clients} clients, {choice.rounds} round(s) of FeSEM for each K"
-    table = Table(title=title, title_justify="left")
-    for column in ("K", "intra-cluster distance", "silhouette", "gap statistic", "validation accuracy", "loss"):
-        table.add_column(column, justify="right")
+    heads = ("K", "intra-cluster distance", "silhouette", "gap statistic", "validation accuracy", "loss")
+    rows = []
     for row in choice.rows:
-        style = "bold green" if row.clusters == choice.recommended else None
-        table.add_row(*_cells(row), style=style)
-    return table
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    gap = "-" if row.gap is None else f"{row.gap:.3f} ±{row.gap_error:.3f}"
-    silhouette, accuracy = number(row.silhouette), percent(row.valid_accuracy)
-    loss = "-" if row.valid_loss is None else f"{row.valid_loss:.4f}"
-    return (str(row.clusters), f"{row.intra_distance:.4g}", silhouette, gap, accuracy, loss)
+        cells = (
+            str(row.clusters),
+            f"{row.intra_distance:.4g}",
+            NUMBER.text(row.silhouette),
+            "-" if row.gap is None else f"{row.gap:.3f} ±{row.gap_error:.3f}",
+            PERCENT.text(row.valid_accuracy),
+            "-" if row.valid_loss is None else f"{row.valid_loss:.4f}",
+        )
+        style = "bold green" if row.clusters == choice.recommended else ""
+        rows.append([Text(cell, style) for cell in cells])
+    title = f"{dataset}: {choice.clients} clients, {choice.rounds} round(s) of FeSEM for each K"
+    return table_of(title, heads, rows)

@@ -37,9 +37,9 @@ def compare(
     from coterie.cli.table import Case
     from coterie.runs.experiment import resolve_each
 
-    # Everything is resolved and checked before anything runs: a bad name or number costs nothing.
-    plans = resolve_each(tables, names_of(algorithm), seeds)
-    cases = [Case((("method", key),), experiment) for (key, _), experiment in plans.items()]
+    # Everything is resolved before the first run, so that a bad name or number costs nothing.
+    found = resolve_each(tables, names_of(algorithm), seeds)
+    cases = [Case((("method", key),), experiment) for (key, _), experiment in found.items()]
     run_table(cases, "compare", out, name, track, json_, quiet)
 
 
@@ -53,13 +53,13 @@ def names_of(algorithm: list[str]) -> list[str]:
 def run_table(
     cases: list[Case], verb: str, out: Path, name: str | None, track: list[str] | None, json_: bool, quiet: bool
 ) -> None:
-    """Run the cases and print their table; what can be refused is refused before anything runs."""
+    """Run the cases and print their table; everything is checked before the first run."""
     from coterie.cli.table import finish, make_root, rows_of, run_cases
     from coterie.runs.trackers import trackers
 
     trackers(track)
     first = cases[0]
-    federation = first.experiment.federation()  # that of the other cases is loaded when their turn comes
+    federation = first.experiment.federation()  # those of other cases are loaded when needed
     for case in cases:
         if case.data_key == first.data_key:
             case.experiment.algorithm.check(len(federation))

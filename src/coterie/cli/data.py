@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 
 from coterie.cli.flags import JsonFlag
-from coterie.cli.output import megabytes, stderr, stdout
+from coterie.cli.output import stderr, stdout, table_of
 from coterie.runs.settings import RunSettings
 from coterie.settings import fields_of
+from coterie.views.words import size_text
 
 if TYPE_CHECKING:
     from coterie.data.fetch import Progress
@@ -42,7 +42,7 @@ def fetch(
     if json_:
         print(json.dumps({**found._asdict(), "path": str(found.path)}))
         return
-    what = f"{found.path} ({found.samples:,} pictures, {megabytes(found.size)})"
+    what = f"{found.path} ({found.samples:,} pictures, {size_text(found.size)})"
     state = "checksum correct" if found.sha256 else "without a checksum"
     print(f"{what} is already stored, {state}." if found.already else f"{what} fetched, sha256 {found.sha256}.")
 
@@ -57,18 +57,21 @@ def list_data(data_dir: FolderFlag = None, json_: JsonFlag = False) -> None:
     if json_:
         print(json.dumps(rows))
         return
-    table = Table(title=f"data in {folder}", title_justify="left")
-    table.add_column("name", style="bold", no_wrap=True)
-    for column in ("form", "size", "about"):
-        table.add_column(column)
-    for row in rows:
-        size = "" if row["bytes"] is None else megabytes(row["bytes"])
-        table.add_row(row["name"], row["form"] or "not stored", size, row["about"])
-    stdout().print(table)
+    heads = ("name", "form", "size", "about")
+    cells = [
+        (
+            row["name"],
+            row["form"] or "not stored",
+            "" if row["bytes"] is None else size_text(row["bytes"]),
+            row["about"],
+        )
+        for row in rows
+    ]
+    stdout().print(table_of(f"data in {folder}", heads, cells, text=heads))
 
 
 def stored_sources() -> list[StoredSource]:
-    """Every stored source, EMNIST once for each of its splits."""
+    """Every stored source; EMNIST once per split."""
     from coterie.data.dataset import source_class
     from coterie.data.fetch import RECIPES, IdxRecipe, Recipe
     from coterie.data.sources.sign import Sign
@@ -96,7 +99,7 @@ def _row(source: StoredSource, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _bar(name: str, quiet: bool) -> Iterator[Progress]:
-    """A progress bar if stderr is a terminal; while it downloads, the hub shows bars of its own."""
+    """A progress bar if stderr is a terminal; during downloads the hub shows its own."""
     console = stderr()
     if quiet or not console.is_terminal:
         yield lambda done, total: None

@@ -5,24 +5,24 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.table import Table
 
 from coterie.cli.flags import JsonFlag, QuietFlag, takes
-from coterie.cli.output import file_stem, new_folder, say, stdout
+from coterie.cli.output import facts_of, file_stem, new_folder, say, stdout
 from coterie.runs.settings import RunSettings, Schedule, Tables, merge
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.figure import Figure
 
-    from coterie.data.federation import Federation, Split
+    from coterie.data.federation import Federation
     from coterie.runs.experiment import Experiment
+
+SPLITS: tuple[Literal["train", "valid", "test"], ...] = ("train", "valid", "test")
 
 
 @takes(
@@ -51,22 +51,24 @@ def show(
     if json_:
         print(json.dumps(found))
     else:
-        stdout().print(_table(found))
+        files = [(_FILES[key], path) for key, path in found["files"].items() if path is not None]
+        stdout().print(facts_of(found["dataset"], [*_rows(found), *files]))
 
 
 # ---- the numbers ----
 
 
 def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
-    """What there is to know about a federation in numbers, as `--json` prints it."""
+    """A federation in numbers, as `--json` prints it."""
     import numpy as np
 
     from coterie.views import plots
 
     counts = federation.label_counts("train", "valid").numpy()  # [N, L]
-    sizes = {name: federation.split(name).sizes for name in ("train", "valid", "test")}
-    own = (sizes["train"] + sizes["valid"]).numpy()
-    groups = None if federation.groups is None else federation.groups.tolist()
+    splits = {name: federation.split(name) for name in SPLITS}
+    sizes = {name: split.sizes.tolist() for name, split in splits.items()}
+    own = np.add(sizes["train"], sizes["valid"])
+    member = None if federation.groups is None else federation.groups.numpy()
     assert experiment.scenario is not None
     return {
         "dataset": experiment.dataset,
@@ -74,10 +76,16 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
         "settings": experiment.scenario.values,
         "seed": experiment.schedule.seed,
         "clients": len(federation),
-        "samples": {name: _distinct(federation.split(name)) for name in ("train", "valid", "test")},
+        # A shard that several clients share, such as the test set of their kind, counts once.
+        "samples": {name: int(split.offsets.diff()[split.shard.unique()].sum()) for name, split in splits.items()},
         "input_shape": list(federation.input_shape),
         "classes": federation.num_classes or None,
-        "groups": _groups(federation, own),
+        "groups": None
+        if member is None
+        else [
+            {"group": k, "name": name, "clients": int((member == k).sum()), "samples": int(own[member == k].sum())}
+            for k, name in federation.group_names().items()
+        ],
         "samples_per_client": {"min": int(own.min()), "median": float(np.median(own)), "max": int(own.max())},
         "label_skew": float(plots.classes_that_hold(counts).mean()) if federation.num_classes else None,
         "moves": [move.round for move in federation.moves],
@@ -85,10 +93,8 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
         "per_client": [
             {
                 "name": client,
-                "group": None if groups is None else groups[i],
-                "train": int(sizes["train"][i]),
-                "valid": int(sizes["valid"][i]),
-                "test": int(sizes["test"][i]),
+                "group": None if member is None else int(member[i]),
+                **{name: sizes[name][i] for name in SPLITS},
                 "labels": counts[i].tolist() if federation.num_classes else None,
             }
             for i, client in enumerate(federation.names)
@@ -96,41 +102,20 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
     }
 
 
-def _distinct(split: Split) -> int:
-    """Samples of a split; a shard that several clients share, such as the test set of their kind, counts once."""
-    return int(split.offsets.diff()[split.shard.unique()].sum())
-
-
-def _groups(federation: Federation, own: np.ndarray[Any, Any]) -> list[dict[str, Any]] | None:
-    if federation.groups is None:
-        return None
-    member = federation.groups.numpy()
-    return [
-        {
-            "group": group,
-            "name": name,
-            "clients": int((member == group).sum()),
-            "samples": int(own[member == group].sum()),
-        }
-        for group, name in federation.group_names().items()
-    ]
-
-
 def _rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The numbers in words, for the terminal and the page."""
     samples, each, groups = found["samples"], found["samples_per_client"], found["groups"]
     settings = ", ".join(f"{key}={value}" for key, value in found["settings"].items())
+    named = [f"{group['name']} ({group['clients']:,} clients)" for group in (groups or [])[:8]]
+    more = " ..." if len(groups or []) > 8 else ""
     rows = [
         ("scenario", f"{found['scenario']} ({settings})" if settings else found["scenario"]),
         ("clients", f"{found['clients']:,}"),
-        ("samples", "  ".join(f"{name} {samples[name]:,}" for name in ("train", "valid", "test"))),
+        ("samples", "  ".join(f"{name} {count:,}" for name, count in samples.items())),
         ("shape of a sample", " x ".join(str(extent) for extent in found["input_shape"])),
         ("classes", "none: targets are numbers" if found["classes"] is None else f"{found['classes']:,}"),
-        ("true groups", "none" if groups is None else f"{len(groups)}: {_sizes(groups)}"),
-        (
-            "samples per client",
-            f"min {each['min']:,}  median {each['median']:,g}  max {each['max']:,}  (train + valid)",
-        ),
+        ("true groups", "none" if groups is None else f"{len(groups)}: {', '.join(named)}{more}"),
+        ("samples per client", "min {min:,}  median {median:,g}  max {max:,}  (train + valid)".format(**each)),
     ]
     if found["label_skew"] is not None:
         rows.append(("label skew", f"{found['label_skew']:.2f} classes hold 80 % of a client's samples, on average"))
@@ -139,52 +124,34 @@ def _rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*rows, ("seed", str(found["seed"])), ("digest", found["digest"])]
 
 
-def _sizes(groups: list[dict[str, Any]], most: int = 8) -> str:
-    said = [f"{group['name']} ({group['clients']:,} clients)" for group in groups[:most]]
-    return ", ".join(said) + (" ..." if len(groups) > most else "")
-
-
-def _table(found: Mapping[str, Any]) -> Table:
-    table = Table(title=found["dataset"], show_header=False, title_justify="left")
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    for key, value in _rows(found):
-        table.add_row(key, value)
-    for key, path in found["files"].items():
-        if path is not None:
-            table.add_row(_FILES[key], path)
-    return table
-
-
 # ---- the files ----
 
 _FILES = {"labels": "label chart", "samples": "sample pictures", "page": "page"}
 
 
 def write(folder: Path, found: Mapping[str, Any], federation: Federation) -> dict[str, str | None]:
-    """Draw the pictures and make the page; returns the paths, None for a picture that this data cannot have."""
+    """Write the pictures and the page; their paths, None for a picture that this data cannot have."""
     from coterie.data.pictures import is_picture
     from coterie.views import plots
 
-    drawn = {}
+    makers: dict[str, Callable[..., Figure]] = {}
     if federation.num_classes:
-        drawn["labels"] = [_png(plots.label_bubbles(federation, dark=dark)) for dark in (False, True)]
+        makers["labels"] = plots.label_bubbles
     if is_picture(federation.input_shape):
-        drawn["samples"] = [_png(plots.group_samples(federation, dark=dark)) for dark in (False, True)]
+        makers["samples"] = plots.group_samples
+    drawn = {name: [_png(make(federation, dark=dark)) for dark in (False, True)] for name, make in makers.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    files: dict[str, str | None] = {"labels": None, "samples": None}
+    files: dict[str, str | None] = {"labels": None, "samples": None, "page": str(folder / "index.html")}
     for name, (light, _) in drawn.items():
-        path = folder / f"{name}.png"
-        path.write_bytes(light)
-        files[name] = str(path)
-    page = folder / "index.html"
-    page.write_text(_page(found, drawn), encoding="utf-8")
-    return {**files, "page": str(page)}
+        files[name] = str(folder / f"{name}.png")
+        (folder / f"{name}.png").write_bytes(light)
+    (folder / "index.html").write_text(_page(found, drawn), encoding="utf-8")
+    return files
 
 
 def _png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
-    # Nothing about the program inside: the same data gives the same bytes.
+    # No metadata about the program: the same data gives the same bytes.
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
@@ -193,19 +160,19 @@ def _png(figure: Figure) -> bytes:
 
 _CAPTIONS = {
     "labels": (
-        "Who holds which classes",
-        "Each column is a client, in the colour of its true group; what is counted is what it learns from "
-        "(train and valid), with labels as the client sees them.",
+        "Classes held by each client",
+        "Each column is a client, in the colour of its true group. Train and valid samples are counted, with the "
+        "labels that the client sees.",
     ),
     "samples": (
-        "What they see",
-        "Pictures as the clients see them. An even tint says that nobody in that row holds the class.",
+        "Samples",
+        "Pictures as the clients see them. A grey tile means that nobody in the row holds the class.",
     ),
 }
 
 
 def _page(found: Mapping[str, Any], drawn: Mapping[str, list[bytes]]) -> str:
-    """Everything in one file that asks nothing of the network."""
+    """The page: one file that needs no network."""
     from coterie.views.report.page import shell
 
     title = f"{found['dataset']}, {found['scenario']}"
@@ -222,17 +189,16 @@ def _page(found: Mapping[str, Any], drawn: Mapping[str, list[bytes]]) -> str:
         groups = [(group["name"], group["clients"], group["samples"]) for group in found["groups"]]
         parts += ["<h2>Groups</h2>", _cells(groups, ("group", "clients", "samples"))]
     clients = [
-        (client["name"], client["train"], client["valid"], client["test"])
-        + (() if client["labels"] is None else (sum(count > 0 for count in client["labels"]),))
+        (client["name"], *(client[name] for name in SPLITS), sum(count > 0 for count in client["labels"] or []))
         for client in found["per_client"]
     ]
-    heads = ("client", "train", "valid", "test", *(("classes",) if found["classes"] else ()))
+    heads = ("client", *SPLITS, "classes")
     parts.append(f"<h2>Clients</h2><details><summary>All {found['clients']:,}</summary>{_cells(clients, heads)}")
     return shell(title, "\n".join([*parts, "</details></main>"]))
 
 
 def _cells(rows: Sequence[tuple[Any, ...]], heads: Sequence[str] = ()) -> str:
-    """A table whose first column is a name; numbers stand to the right."""
+    """An HTML table whose first column is a name; numbers are on the right."""
 
     def cell(value: Any, tag: str) -> str:
         if isinstance(value, int):

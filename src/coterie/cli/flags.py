@@ -1,6 +1,6 @@
-"""The flags that commands share: `takes` makes them from the declarations of settings.
+"""Flags that commands share: `takes` creates them from the declarations of settings.
 
-A command names the groups of settings that it takes, and gets what the user chose as tables:
+A command names its groups of settings and receives the user's choices as tables:
 
     @takes(RunSettings, Schedule, without=("seed",))
     def compare(*, seeds: SeedsFlag = 1, tables: Tables, quiet: QuietFlag = False) -> None:
@@ -22,12 +22,12 @@ from click.core import ParameterSource
 from coterie.runs.settings import TABLES, Tables, apply_set, merge, read_tables
 from coterie.settings import Field, fields_of, listed
 
-Group = type | tuple[Any, ...]  # a settings class, or the class and the names of the fields that are taken
+Group = type | tuple[Any, ...]  # a settings class, or the class and the names of some of its fields
 Command = Callable[..., None]
 
 
 class _Value(click.ParamType):
-    """Reads a flag as its field does, so that a bad value is one sentence."""
+    """Parses a flag as its field does, so that a bad value is reported in one sentence."""
 
     def __init__(self, field: Field) -> None:
         self.field, self.name = field, field.metavar
@@ -46,7 +46,7 @@ def _option(field: Field) -> Any:
 
 
 def whole(flag: str, help: str, default_is: str = "", **bounds: float) -> Any:
-    """An option of one command that takes a whole number."""
+    """An integer option of a single command."""
     return _option(Field(flag, int, None, help, bounds, (flag,), default_is=default_is))
 
 
@@ -68,8 +68,8 @@ def takes(
 ) -> Callable[[Command], Command]:
     """Give a command the flags of these settings, `--set` and `--config`.
 
-    They are listed where `tables` stands in its signature, and what the user chose arrives there: the config file, over
-    it the flags, over them `--set`, which may be limited to the tables `settable`.
+    They replace the parameter `tables`, which receives the user's choices: the config file, overridden by flags,
+    overridden by `--set`. `settable` limits the tables of `--set`.
     """
     taken: dict[str, tuple[str, Field]] = {}
     for group in groups:

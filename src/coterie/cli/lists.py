@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from coterie.cli.flags import JsonFlag
-from coterie.cli.output import clock, stdout
+from coterie.cli.output import clock, stdout, table_of
 from coterie.client.settings import WorkSettings
 from coterie.engines.settings import EngineSettings
 from coterie.errors import ConfigError, RunError, UnknownName
@@ -67,17 +65,16 @@ def _metrics() -> list[dict[str, Any]]:
 
 
 def _settings() -> list[dict[str, Any]]:
-    groups = (RunSettings, ClusterSettings, Schedule, WorkSettings, EngineSettings)
-    found = [(group.table, field) for group in groups for field in fields_of(group).values()]
     return [
         {
-            "name": f"{table}.{field.name}",
+            "name": f"{group.table}.{field.name}",
             "about": field.sentence,
             "flag": " ".join(field.flags) or None,
             "default": field.default_is or field.default,
             "allowed": field.expected,
         }
-        for table, field in found
+        for group in (RunSettings, ClusterSettings, Schedule, WorkSettings, EngineSettings)
+        for field in fields_of(group).values()
     ]
 
 
@@ -96,7 +93,7 @@ def list_things(
     folder: Annotated[Path | None, typer.Argument(help="With 'runs': their folder; by default 'runs'.")] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """List algorithms, datasets, models, scenarios, settings or runs."""
+    """List algorithms, datasets, models, scenarios or runs."""
     if what == "runs":
         list_runs(Path("runs") if folder is None else folder, json_)
         return
@@ -108,25 +105,20 @@ def list_things(
     if json_:
         print(json.dumps(found))
         return
-    table = Table(title=what, title_justify="left")
-    table.add_column("name", style="bold", no_wrap=True)
-    table.add_column("about")
-    table.add_column("settings")
+    rows = []
     for item in found:
+        about = str(item["about"]).splitlines()[0] + (f" ({item['paper']})" if item.get("paper") else "")
         names = [f["name"] for f in item.get("fields", [])] or list(item.get("settings", {}))
-        about = str(item["about"]).splitlines()[0]
-        if item.get("paper"):
-            about += f" ({item['paper']})"
         if "allowed" in item:
-            names = [*([item["flag"]] if item["flag"] else []), item["allowed"]]
+            names = [*filter(None, [item["flag"]]), item["allowed"]]
         if item.get("scenario"):
             names = [f"scenario {item['scenario']}", f"model {item['model']}"]
-        table.add_row(item["name"], about, ", ".join(names))
-    stdout().print(table)
+        rows.append([item["name"], about, ", ".join(names)])
+    stdout().print(table_of(what, ("name", "about", "settings"), rows, text=("name", "about", "settings")))
 
 
 def list_runs(folder: Path, json_: bool) -> None:
-    """The runs in a folder with state and progress, and the damaged ones with the reason."""
+    """Print the runs in a folder with state and progress; damaged ones with the reason."""
     from coterie.runs.reading import find_runs
 
     if not folder.is_dir():
@@ -137,32 +129,22 @@ def list_runs(folder: Path, json_: bool) -> None:
         return
     from coterie.runs.metrics import metrics
 
-    table = Table(title=f"{len(rows)} runs in {folder}", title_justify="left")
-    table.add_column("run", style="bold", overflow="fold")
     scores = metrics("terminal")
-    heads = [metric.short for metric in scores]
-    for column in ("state", "rounds", "method", "data", "seed", *heads, "left"):
-        table.add_column(column, justify="left" if column in ("state", "method", "data") else "right")
+    heads = ["run", "state", "rounds", "method", "data", "seed", *(metric.short for metric in scores), "left"]
+    cells = []
     for row in rows:
         if row["state"] == "damaged":
-            table.add_row(escape(row["name"]), "damaged", "", escape(row["reason"]))
+            cells.append([row["name"], "damaged", "", row["reason"]])
             continue
-        left = "" if row["seconds_left"] is None else clock(row["seconds_left"])
-        table.add_row(
-            escape(row["name"]),
-            row["state"],
-            f"{row['rounds_done']}/{row['rounds']}",
-            escape(row["algorithm"]),
-            escape(row["dataset"]),
-            str(row["seed"]),
-            *[metric.format.text(row[metric.key]) for metric in scores],
-            left,
-        )
-    stdout().print(table)
+        cells.append([row["name"], row["state"], f"{row['rounds_done']}/{row['rounds']}", row["algorithm"]])
+        cells[-1] += [row["dataset"], str(row["seed"]), *(m.format.text(row[m.key]) for m in scores)]
+        cells[-1].append("" if row["seconds_left"] is None else clock(row["seconds_left"]))
+    title = f"{len(rows)} runs in {folder}"
+    stdout().print(table_of(title, heads, cells, text=("run", "state", "method", "data")))
 
 
 def run_row(name: str, path: Path) -> dict[str, Any]:
-    """One run of the list, as --json prints it."""
+    """A run of the list, as --json prints it."""
     from coterie.runs.metrics import metrics
     from coterie.runs.reading import read_run
 
@@ -173,10 +155,7 @@ def run_row(name: str, path: Path) -> dict[str, Any]:
     return {
         "name": name,
         "path": str(path),
-        "state": run.state,
-        "algorithm": run.algorithm,
-        "dataset": run.dataset,
-        "seed": run.seed,
+        **{fact: getattr(run, fact) for fact in ("state", "algorithm", "dataset", "seed")},
         "rounds_done": run.done,
         "rounds": run.planned,
         **{metric.key: run.last(metric.key) for metric in metrics("headline", "terminal")},

@@ -1,6 +1,6 @@
 """The command `coterie`: registers the subcommands, prints one sentence per error, sets exit codes.
 
-No module that is imported here imports torch at its top: `--help` and errors in the command line are instant.
+No module imported here imports torch at module level, so that `--help` and usage errors are instant.
 """
 
 from __future__ import annotations
@@ -25,17 +25,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("run")(run.run)
-app.command("resume")(run.resume)
-app.command("show")(run.show)
-app.command("compare")(compare.compare)
-app.command("bench")(bench.bench)
-app.command("sweep")(sweep.sweep)
+for command in (run.run, run.resume, run.show, compare.compare, bench.bench, sweep.sweep):
+    app.command()(command)
 app.command("choose-k")(choose.choose)
-app.command("onboard")(onboard.onboard)
-app.command("export")(onboard.export)
-app.command("report")(report.report)
-app.command("ui")(ui.ui)
+for command in (onboard.onboard, onboard.export, report.report, ui.ui):
+    app.command()(command)
 app.command("list")(lists.list_things)
 data.data_app.command("show")(data_show.show)
 app.add_typer(data.data_app, name="data")
@@ -56,7 +50,7 @@ def options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; an error that the user can solve is never a traceback."""
+    """Run the command line; expected errors are one sentence, never a traceback."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         code = app(args=arguments, standalone_mode=False)
@@ -66,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
-    except (CoterieError, click.ClickException, OSError) as error:  # OSError: of a disk, with no better sentence
+    except (CoterieError, click.ClickException, OSError) as error:  # OSError: of the disk, not handled elsewhere
         said = error.format_message() if isinstance(error, click.ClickException) else str(error)
         if said.startswith("Usage:"):  # without arguments, the message is the help
             print(said)

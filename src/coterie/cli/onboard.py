@@ -13,8 +13,9 @@ import typer
 from rich.table import Table
 
 from coterie.cli.flags import JsonFlag, RunArgument, takes, whole
-from coterie.cli.output import number, percent, say, stdout
+from coterie.cli.output import say, stdout, table_of
 from coterie.errors import ConfigError, RunError, StorageError
+from coterie.runs.metrics import NUMBER, PERCENT
 from coterie.runs.settings import RunSettings, Tables, merge
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def onboard(
     ] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Bring new clients into a finished run. Each is assigned by the run's own rule, adapted and evaluated."""
+    """Add new clients to a finished run. Each is assigned by the run's own rule, adapted and evaluated."""
     if dataset is None:
         raise ConfigError("onboard needs the data of the new clients: --dataset NAME, or a path to your own .npz file.")
     from coterie.runs.execution import open_run
@@ -50,7 +51,7 @@ def onboard(
 
     result = open_run(path)
     run = result.settings["run"]
-    # Only the data is needed: FedAvg requires neither a number of clients nor samples on the server.
+    # Only the data is needed: FedAvg accepts any number of clients.
     own = {"algorithm": "fedavg", "dataset": dataset, "seed": run["seed"] + 1 if seed is None else seed}
     given = {"data_dir": run["data_dir"]} if "data_dir" in run else {}
     experiment = resolve(merge({"run": given}, tables, {"run": own}))
@@ -59,7 +60,7 @@ def onboard(
     try:
         report = _write(folder, result, newcomers)
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)  # all of it or nothing
+        shutil.rmtree(folder, ignore_errors=True)  # all or nothing
         if isinstance(error, OSError):
             raise StorageError(f"{folder} cannot be written: {error.strerror or error}.") from error
         raise
@@ -71,7 +72,7 @@ def onboard(
 
 
 def _make_folder(path: Path, name: str | None) -> Path:
-    """A new folder beside the run; a name in use is an error, a default name gets the next free number."""
+    """A new folder beside the run; an existing name is an error, the default name gets a free number."""
     home = Path(os.path.abspath(path))
     parent = path.parent if path.name == home.name else home.parent
     for count in range(1, 1_000_000):
@@ -88,7 +89,7 @@ def _make_folder(path: Path, name: str | None) -> Path:
 
 
 def _write(folder: Path, result: Result, newcomers: Newcomers) -> dict[str, Any]:
-    """Write the personal models and then `clients.json`; its content."""
+    """Write the personal models and `clients.json`; its content."""
     from coterie.nets.flat import state_dict
 
     rows = newcomers.rows()
@@ -111,19 +112,18 @@ def _write(folder: Path, result: Result, newcomers: Newcomers) -> dict[str, Any]
 
 
 def _table(report: dict[str, Any], path: Path) -> Table:
-    accuracy = report["accuracy"] or {}
-    score = f"accuracy {percent(accuracy.get('macro'))}, ARI {number(report['ari'])}"
-    title = f"{len(report['clients'])} new clients in {path} ({report['algorithm']}): {score}"
-    table = Table(title=title, title_justify="left")
-    for column in ("client", "cluster", "true group", "accuracy"):
-        table.add_column(column, justify="left" if column == "client" else "right")
-    for row in report["clients"][:_SHOWN]:
-        cells = ("-" if row[key] is None else str(row[key]) for key in ("cluster", "group"))
-        table.add_row(row["name"], *cells, percent(row["accuracy"]))
-    left = len(report["clients"]) - _SHOWN
-    if left > 0:
-        table.add_row(f"... and {left} more in clients.json", "", "", "")
-    return table
+    accuracy, clients = PERCENT.text((report["accuracy"] or {}).get("macro")), report["clients"]
+    score = f"accuracy {accuracy}, ARI {NUMBER.text(report['ari'])}"
+    title = f"{len(clients)} new clients in {path} ({report['algorithm']}): {score}"
+    rows = []
+    for row in clients[:_SHOWN]:
+        cells = ["-" if row[key] is None else str(row[key]) for key in ("cluster", "group")]
+        rows.append([row["name"], *cells, PERCENT.text(row["accuracy"])])
+    if len(clients) > _SHOWN:
+        rows.append([f"... and {len(clients) - _SHOWN} more in clients.json"])
+    return table_of(
+        title + f"ARI {NUMBER.text(report['ari'])}", ("client", "cluster", "true group", "accuracy"), rows, ["client"]
+    )
 
 
 def export(

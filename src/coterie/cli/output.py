@@ -1,32 +1,34 @@
-"""What the terminal shows: progress while a run goes on, and its result."""
+"""What the terminal shows: the progress of a run, its result, and tables."""
 
 from __future__ import annotations
 
 import re
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from coterie.errors import ConfigError
-from coterie.runs.metrics import metrics
+from coterie.runs.metrics import NUMBER, PERCENT, metrics
 from coterie.runs.observers import Row
+from coterie.views.words import size_text
 
 _SHOWN_SIZES = 8
-_WIDTH = 140  # of tables where there is no terminal
+_WIDTH = 140  # of tables without a terminal
 
 
 def stderr() -> Console:
-    """Where progress and notes go; stdout is for results."""
+    """The console for progress and notes."""
     return Console(stderr=True, highlight=False)
 
 
@@ -37,54 +39,57 @@ def say(text: str, hidden: bool = False) -> None:
 
 
 def stdout() -> Console:
-    """Where results go; wide enough for a table where there is no terminal to fit."""
+    """The console for results; without a terminal it is wide enough for tables."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
 
 
 def file_stem(dataset: str) -> str:
-    """The name of a dataset, or of the user's own file, as part of a file name."""
+    """The name of a dataset or of a user's .npz file, as part of a file name."""
     stem = Path(dataset).stem if dataset.endswith(".npz") else dataset
     return re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "own"
 
 
 def new_folder(path: Path) -> Path:
-    """A folder to write to: one that exists, or none yet."""
+    """A folder to write to, which may exist; a file is refused."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file; name a folder to write to with -o.")
     return path
 
 
+def table_of(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | Text]], text: Sequence[str] = ()) -> Table:
+    """A table; the columns in `text` are on the left, numbers on the right."""
+    table = Table(title=escape(title), title_justify="left")
+    for head in heads:
+        is_name = head in text and head == heads[0]
+        table.add_column(
+            head, justify="left" if head in text else "right", style="bold" if is_name else None, overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*[escape(cell) if isinstance(cell, str) else cell for cell in row])
+    return table
+
+
+def facts_of(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """A table of names and values."""
+    table = Table(title=escape(title), show_header=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    return table
+
+
 def short_sizes(sizes: Sequence[int]) -> str:
-    """Cluster sizes in little room: "10 10 10 10", "40 clusters of 1"."""
+    """Cluster sizes in one line: "10 10 10 10", "40 of 1"."""
     if len(sizes) > _SHOWN_SIZES and len(set(sizes)) == 1:
         return f"{len(sizes)} of {sizes[0]}"
     shown = " ".join(str(size) for size in sizes[:_SHOWN_SIZES])
     return f"{shown} ..." if len(sizes) > _SHOWN_SIZES else shown
 
 
-def percent(value: float | None) -> str:
-    """0.9512 -> "95.12"."""
-    return "-" if value is None else f"{100 * value:.2f}"
-
-
-def number(value: float | None) -> str:
-    """A score with two digits."""
-    return "-" if value is None else f"{value:.2f}"
-
-
-def megabytes(count: int) -> str:
-    """Bytes in words."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    raise AssertionError
-
-
 def clock(seconds: float) -> str:
-    """A duration in words of a clock.
+    """A duration as on a clock.
 
     >>> clock(5.2), clock(75), clock(3725)
     ('0:05', '1:15', '1:02:05')
@@ -95,14 +100,14 @@ def clock(seconds: float) -> str:
 
 
 class RoundProgress:
-    """Shows a row of each round: a bar on a terminal, some lines elsewhere, nothing when quiet."""
+    """Shows the progress of a run: a bar in a terminal, some lines elsewhere, nothing when quiet."""
 
     def __init__(self, rounds: int, label: str, quiet: bool, lines: int = 10) -> None:
         self._rounds, self._label, self._quiet = rounds, label, quiet
-        self._every = max(1, rounds // lines)  # where there is no terminal
+        self._every = max(1, rounds // lines)  # without a terminal
         self._console = stderr()
         self._bar: Progress | None = None
-        self._began: tuple[int, float] | None = None  # the first round that was seen, and when
+        self._began: tuple[int, float] | None = None  # the first round shown, and when
         self._task: Any = None
 
     def __enter__(self) -> RoundProgress:
@@ -126,8 +131,8 @@ class RoundProgress:
             self._bar.stop()
 
     def __call__(self, row: Row) -> None:
-        """Take in one round."""
-        numbers = self._numbers(row)
+        """Show one round."""
+        numbers = self.numbers(row)
         self._began = self._began or (row["round"], time.monotonic())
         if self._bar is not None:
             self._bar.update(self._task, completed=row["round"], numbers=numbers)
@@ -135,17 +140,18 @@ class RoundProgress:
             self._console.print(f"{self._label}: round {row['round']}/{self._rounds}  {numbers}{self._left(row)}")
 
     def _left(self, row: Row) -> str:
-        """How long it still takes, by the rounds since the first that was seen."""
+        """The estimated time left, from the rounds since the first one shown."""
         assert self._began is not None
         done, spent = row["round"] - self._began[0], time.monotonic() - self._began[1]
         left = self._rounds - row["round"]
         return f"  left {clock(spent / done * left)}" if done and left else ""
 
     @staticmethod
-    def _numbers(row: Row) -> str:
+    def numbers(row: Row) -> str:
+        """The main numbers of a round."""
         parts = []
         if row.get("accuracy"):
-            parts.append(f"accuracy {percent(row['accuracy']['macro'])}")
+            parts.append(f"accuracy {PERCENT.text(row['accuracy']['macro'])}")
         elif row.get("loss"):
             parts.append(f"loss {row['loss']['macro']:.4f}")
         parts.append(f"sizes {short_sizes(row['cluster_sizes'])}")
@@ -156,15 +162,14 @@ class RoundProgress:
 
 @contextmanager
 def stop_on_ctrl_c(quiet: bool) -> Iterator[Any]:
-    """Gives a function that tells whether Ctrl-C was pressed; a second press stops at once."""
+    """Yields a function that returns whether Ctrl-C was pressed; a second press stops at once."""
     pressed = threading.Event()
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
         if pressed.is_set():
             raise KeyboardInterrupt
         pressed.set()
-        if not quiet:
-            print("\nstopping after this round; press Ctrl-C again to stop at once", file=sys.stderr)
+        say("\nstopping after this round; press Ctrl-C again to stop at once", quiet)
 
     if threading.current_thread() is not threading.main_thread():
         yield pressed.is_set
@@ -177,55 +182,52 @@ def stop_on_ctrl_c(quiet: bool) -> Iterator[Any]:
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """One run's result."""
-    table = Table(title=f"{summary['algorithm']} on {summary['dataset']}", show_header=False, title_justify="left")
-    table.add_column(style="dim")
-    table.add_column()
+    """The result of a run."""
+    return facts_of(f"{summary['algorithm']} on {summary['dataset']}", _summary_rows(summary))
+
+
+def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     lines: dict[str, list[str]] = {}
     scores = metrics("summary")
     tables = [metric.place[0] for metric in scores]
-    # Of each table, what is known of the last round comes before what is known of all rounds.
+    # Within a table, metrics of the last round come before metrics of the whole run.
     for metric in sorted(scores, key=lambda metric: (tables.index(metric.place[0]), metric.of_run)):
         value = metric.read(summary)
         if value is not None:
-            shown = f"{metric.word} {metric.format.text(value)}".strip()
-            lines.setdefault(metric.line, []).append(shown)
+            lines.setdefault(metric.line, []).append(f"{metric.word} {metric.format.text(value)}".strip())
     for line, parts in lines.items():
-        table.add_row(line, "  ".join(parts))
-    table.add_row("clusters", f"{summary['clusters']}: {short_sizes(summary['cluster_sizes'])}")
-    if summary.get("unseen"):
-        unseen = summary["unseen"]
-        macro = (unseen["accuracy"] or {}).get("macro")
-        shown = f"{unseen['clients']} clients: accuracy {percent(macro)}  ARI {number(unseen['ari'])}"
-        table.add_row("unseen", shown)
+        yield line, "  ".join(parts)
+    yield "clusters", f"{summary['clusters']}: {short_sizes(summary['cluster_sizes'])}"
+    if unseen := summary.get("unseen"):
+        macro, ari = (unseen["accuracy"] or {}).get("macro"), NUMBER.text(unseen["ari"])
+        yield "unseen", f"{unseen['clients']} clients: accuracy {PERCENT.text(macro)}  ARI {ari}"
     if summary["clients_met"] < summary["clients"]:
-        table.add_row("clients met", f"{summary['clients_met']} of {summary['clients']}")
-    traffic = summary["bytes"]
-    sent = f"down {megabytes(traffic['down'])}  up {megabytes(traffic['up'])}"
-    start = traffic["start"]
+        yield "clients seen", f"{summary['clients_met']} of {summary['clients']}"
+    traffic, start = summary["bytes"], summary["bytes"]["start"]
+    sent = f"down {size_text(traffic['down'])}  up {size_text(traffic['up'])}"
     if start["down"] or start["up"]:
-        sent += f"  (start: {megabytes(start['down'])}, {megabytes(start['up'])})"
-    table.add_row("sent", sent)
+        sent += f"  (start: {size_text(start['down'])}, {size_text(start['up'])})"
+    yield "sent", sent
     seconds = summary["seconds"]
     spent = "  ".join(f"{name} {seconds[name]:.1f}" for name in ("start", "train", "server", "evaluate"))
-    table.add_row("seconds", f"{seconds['total']:.1f}  ({spent})")
+    yield "seconds", f"{seconds['total']:.1f}  ({spent})"
     plan = summary.get("plan") or {}
     if "plan" in plan:
-        ways = plan.get("measured") or {}
-        why = ", ".join(f"{name} {us:.0f}" for name, us in ways.items())
-        told = f"{plan['plan']} in {plan['precision']} on {plan['device']}, {plan['chunk']} clients at a time"
-        table.add_row("engine", f"{told}  (microseconds per client step: {why})" if why else told)
+        measured = ", ".join(f"{name} {us:.0f}" for name, us in (plan.get("measured") or {}).items())
+        why = f"  (microseconds per client step: {measured})" if measured else ""
+        yield (
+            "engine",
+            f"{plan['plan']} in {plan['precision']} on {plan['device']}, {plan['chunk']} clients at a time{why}",
+        )
     for repair in summary["repairs"]:
-        table.add_row("repair", f"round {repair['round']}: {repair['reason']}")
-    if summary.get("attack"):
-        attack = summary["attack"]
-        told = f"{attack['kind']} by {len(attack['attackers'])} clients; scores are those of the others"
-        table.add_row("attack", told if attack["attackers"] else f"{percent(attack['corrupt'])} of the answers are NaN")
+        yield "repair", f"round {repair['round']}: {repair['reason']}"
+    if attack := summary.get("attack"):
+        by = f"{attack['kind']} by {len(attack['attackers'])} clients; scores are those of the others"
+        yield "attack", by if attack["attackers"] else f"{PERCENT.text(attack['corrupt'])} % of the answers are NaN"
     if summary["failures"]:
         why = ", ".join(f"{count} {reason}" for reason, count in list(summary["failures_by_reason"].items())[:3])
-        table.add_row("failed answers", f"{summary['failures']}: {why}")
+        yield "failed answers", f"{summary['failures']}: {why}"
     for note in summary["notes"]:
-        table.add_row("note", note)
+        yield "note", note
     if "path" in summary:
-        table.add_row("run folder", summary["path"])
-    return table
+        yield "run folder", summary["path"]

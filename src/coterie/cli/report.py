@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -60,8 +60,8 @@ def report(
         wanted = only or [name for name in picture_names() if tsne or "tsne" not in name]
         pictures = save_all(data, png, only=wanted, dark=dark, say=say)
     if json_:
-        told: dict[str, Any] = {"page": str(target), "runs": len(data), "damaged": damaged}
-        print(json.dumps(told | {"pictures": [str(path) for path in pictures]}))
+        written = {"page": str(target), "pictures": [str(path) for path in pictures]}
+        print(json.dumps({**written, "runs": len(data), "damaged": damaged}))
         return
     size = target.stat().st_size
     more = f" and {len(pictures)} pictures in {png}" if png is not None else ""
@@ -69,7 +69,7 @@ def report(
 
 
 def expand(paths: list[Path]) -> list[Path]:
-    """The run folders among the paths, and the runs inside the other folders; each once, in order."""
+    """The run folders among the paths and inside the other folders, each once, in order."""
     from coterie.runs.reading import find_runs, is_run
 
     found: dict[Path, Path] = {}
@@ -87,7 +87,7 @@ def expand(paths: list[Path]) -> list[Path]:
 
 
 def _target(out: Path | None, asked: list[Path], data: list[RunData]) -> Path:
-    """Where the page goes: where the user says, or into the folder of the runs."""
+    """The path of the page: the user's, or report.html in the folder of the runs."""
     if out is not None:
         return out / "report.html" if out.is_dir() else out
     if len(asked) == 1:

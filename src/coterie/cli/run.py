@@ -53,7 +53,7 @@ def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Choice | No
         return resolve(tables).loaded(), None
     trial = resolve(merge(tables, {"algorithm": {"num_clusters": 1}})).loaded()
     if not hasattr(trial.algorithm, "num_clusters"):
-        return trial, None  # its note says that clusters are not used
+        return trial, None  # a note says that clusters are not used
     say(f"choosing the number of clusters of {trial.dataset}", hidden)
     choice = choose_k(trial, last=None)
     experiment = resolve(merge(tables, {"algorithm": {"num_clusters": choice.recommended}}))
@@ -87,7 +87,7 @@ def resume(path: RunArgument, track: TrackFlag = None, json_: JsonFlag = False, 
 def carry_through(
     experiment: Experiment, folder: RunFolder, json_: bool, quiet: bool, also: Sequence[Observer] = ()
 ) -> None:
-    """Run or resume to the end, with progress and Ctrl-C, and print the result."""
+    """Run or resume with progress and Ctrl-C, and print the result."""
     from coterie.runs.execution import execute
     from coterie.runs.observers import Several
 
@@ -120,13 +120,13 @@ def show(path: RunArgument, json_: JsonFlag = False) -> None:
     run = read_run(path, whole=False)
     if json_:
         last = rows[-1] if rows else None
-        told = {"path": str(path), "finished": False, "state": run.state, "seconds_left": run.seconds_left}
-        print(json.dumps({**told, "rounds_done": len(rows), "last": last}))
+        progress = {"state": run.state, "seconds_left": run.seconds_left, "rounds_done": len(rows), "last": last}
+        print(json.dumps({"path": str(path), "finished": False, **progress}))
         return
     what = f"{settings['algorithm']} on {settings['dataset']}"
     print(f"{path}: {what}, not finished: round {len(rows)} of {settings['rounds']}.")
     if rows:
-        print(RoundProgress._numbers(rows[-1]))
+        print(RoundProgress.numbers(rows[-1]))
     if run.state == "running":
         left = "" if run.seconds_left is None else f", about {clock(run.seconds_left)} left"
         print(f"It is running{left}.")
@@ -135,7 +135,7 @@ def show(path: RunArgument, json_: JsonFlag = False) -> None:
 
 
 def _opening(experiment: Experiment) -> str:
-    """What is about to run, with the defaults of the dataset filled in."""
+    """The run in one line, with the defaults of the dataset."""
     work, settings = experiment.work, experiment.model_settings
     length = f"{work.steps} steps" if work.steps is not None else f"{work.epochs} epochs"
     chosen = f"({', '.join(f'{key}={value}' for key, value in settings.items())})" if settings else ""

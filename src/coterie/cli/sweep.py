@@ -34,8 +34,8 @@ def sweep(
 ) -> None:
     """Run every combination of the --grid values.
 
-    Each is run with every method and seed, and is a row of the table. Fields are those of --set: work.lr=0.05,0.1 or
-    run.participation=0.1,0.5 or scenario.alpha=1,10. A method without the swept field has one row.
+    Each combination is run with every method and seed, and is one row of the table. The fields are those of --set:
+    work.lr=0.05,0.1 or run.participation=0.1,0.5 or scenario.alpha=1,10. A method without the field has one row.
     """
     from coterie.cli.table import Case
     from coterie.runs.experiment import resolve_each
@@ -69,6 +69,6 @@ def parse_axis(text: str) -> tuple[str, list[str]]:
 
 
 def _used(field: str, tables: dict[str, dict[str, object]]) -> bool:
-    """Whether an experiment has the field: methods have fields of their own."""
+    """Whether an experiment has the field: methods have different fields."""
     table, _, key = field.partition(".")
     return table != "algorithm" or key in tables["algorithm"]

@@ -1,4 +1,4 @@
-"""Many runs, one table: what `compare` and `sweep` share."""
+"""Many runs in one table: shared by `compare` and `sweep`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import contextlib
 import csv
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
-from coterie.cli.output import RoundProgress, megabytes, stderr, stdout, stop_on_ctrl_c
+from coterie.cli.output import RoundProgress, say, stdout, stop_on_ctrl_c, table_of
 from coterie.data.federation import Federation
 from coterie.errors import CoterieError, Interrupted
 from coterie.runs.execution import execute
@@ -22,6 +23,7 @@ from coterie.runs.folder import RunFolder
 from coterie.runs.metrics import PERCENT, SECONDS, Format, Metric, metrics, nested
 from coterie.runs.observers import Several
 from coterie.runs.trackers import trackers
+from coterie.views.words import size_text
 
 Summary = dict[str, Any]
 Row = dict[str, Any]
@@ -29,21 +31,25 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a table: what it is called there, and all of its settings."""
+    """One run of a table: its labels and its settings."""
 
     labels: tuple[tuple[str, str], ...]  # column, value: runs with the same labels differ only in their seed
     experiment: Experiment
 
     @property
     def name(self) -> str:
-        """The name of its run folder."""
-        words = [value if key == "method" else f"{key}={value}" for key, value in self.labels]
-        plain = "-".join(words).replace(":", "-").replace("/", "-")
+        """The name of the run folder."""
+        plain = "-".join(self.words).replace(":", "-").replace("/", "-")
         return f"{plain}-s{self.experiment.schedule.seed}"
 
     @property
+    def words(self) -> list[str]:
+        """The labels in words."""
+        return [value if key == "method" else f"{key}={value}" for key, value in self.labels]
+
+    @property
     def data_key(self) -> str:
-        """The same for cases that have the same federation."""
+        """Equal for cases with the same federation."""
         tables, schedule = self.experiment.tables(), self.experiment.schedule
         run = {key: tables["run"].get(key) for key in ("dataset", "scenario", "clients", "data_dir")}
         return repr((run, tables["dataset"], tables["scenario"], schedule.seed))
@@ -52,9 +58,9 @@ class Case:
 def run_cases(
     cases: list[Case], first: Federation, root: Path, hidden: bool, track: list[str] | None = None
 ) -> list[Summary]:
-    """Run one after the other, on shared federations; their summaries. `root` gets a run folder of each.
+    """Run the cases one after the other, each in a folder inside `root`; their summaries.
 
-    `first` is the federation of the first case: it is read before `root` is made, so that bad data leave nothing.
+    `first` is the federation of the first case, loaded before `root` is created, so that bad data leaves no folder.
     """
     summaries: list[Summary] = []
     shared = {cases[0].data_key: first}
@@ -66,28 +72,22 @@ def run_cases(
                     shared = {case.data_key: case.experiment.federation()}
                 experiment = replace(case.experiment, data=shared[case.data_key])
                 folder = RunFolder.create(root, case.name, "", case.experiment.tables())
-                what = " ".join(value if key == "method" else f"{key}={value}" for key, value in case.labels)
-                label = f"{what} seed {experiment.schedule.seed}"
+                label = f"{' '.join(case.words)} seed {experiment.schedule.seed}"
                 with RoundProgress(experiment.schedule.rounds, label, hidden, lines=1) as progress:
-                    summaries.append(
-                        execute(experiment, folder, Several([progress, *trackers(track, _say)]), pressed).summary
-                    )
+                    observer = Several([progress, *trackers(track, say)])
+                    summaries.append(execute(experiment, folder, observer, pressed).summary)
     except (Interrupted, KeyboardInterrupt):
-        going = f"; resume the interrupted one with 'coterie resume {folder.path}'" if folder else ""
-        raise Interrupted(f"Stopped; finished runs are in {root}{going}.") from None
+        last = f"; resume the interrupted one with 'coterie resume {folder.path}'" if folder else ""
+        raise Interrupted(f"Stopped; finished runs are in {root}{last}.") from None
     except CoterieError:
         with contextlib.suppress(OSError):
-            root.rmdir()  # goes only if no run is in it
+            root.rmdir()  # succeeds only if it is empty
         raise
     return summaries
 
 
-def _say(text: str) -> None:
-    stderr().print(text, soft_wrap=True, markup=False)
-
-
 def make_root(out: Path, name: str | None, default: str) -> Path:
-    """A folder of its own for the runs of a table."""
+    """A new folder for the runs of a table."""
     folder = RunFolder.create(out, name, default, {"table": {"name": default}})
     folder.unlock()
     for item in ("config.toml", ".lock"):
@@ -97,7 +97,7 @@ def make_root(out: Path, name: str | None, default: str) -> Path:
 
 
 def rows_of(cases: list[Case], summaries: list[Summary]) -> list[Row]:
-    """One row for each set of labels, over its seeds."""
+    """One row per set of labels, over its seeds."""
     found: dict[tuple[tuple[str, str], ...], list[Summary]] = {}
     for case, summary in zip(cases, summaries, strict=True):
         found.setdefault(case.labels, []).append(summary)
@@ -108,37 +108,33 @@ def rows_of(cases: list[Case], summaries: list[Summary]) -> list[Row]:
 
 
 def _over_seeds(summaries: list[Summary]) -> Row:
-    def over(read: Callable[[Summary], Any]) -> dict[str, float] | None:
-        values = [read(summary) for summary in summaries]
-        if any(value is None for value in values):
-            return None
-        spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        return {"mean": statistics.fmean(values), "std": spread}
+    def over(*path: str) -> dict[str, float] | None:
+        return _spread([_at(summary, path) for summary in summaries])
 
-    def unseen(summary: Summary) -> Any:
-        return ((summary["unseen"] or {}).get("accuracy") or {}).get("macro")
-
-    def work(summary: Summary) -> int:
-        spent = summary["bytes"]["gradients"]
-        return int(spent["start"] + spent["round"] + spent["repair"])
-
+    gradients = [summary["bytes"]["gradients"] for summary in summaries]
     return {
         "seeds": len(summaries),
-        **nested((metric, over(metric.read)) for metric in metrics("table")),
-        "clusters": over(lambda summary: summary["clusters"]),
-        "unseen": {"macro": over(unseen), "ari": over(lambda summary: (summary["unseen"] or {}).get("ari"))},
-        "gradients": over(work),
-        "bytes": {
-            "down": over(lambda summary: summary["bytes"]["down"]),
-            "up": over(lambda summary: summary["bytes"]["up"]),
-        },
-        "start_bytes": {
-            "down": over(lambda summary: summary["bytes"]["start"]["down"]),
-            "up": over(lambda summary: summary["bytes"]["start"]["up"]),
-        },
-        "failures": over(lambda summary: summary["failures"]),
-        "seconds": over(lambda summary: summary["seconds"]["total"]),
+        **nested((metric, over(*metric.place)) for metric in metrics("table")),
+        "clusters": over("clusters"),
+        "unseen": {"macro": over("unseen", "accuracy", "macro"), "ari": over("unseen", "ari")},
+        "gradients": _spread([spent["start"] + spent["round"] + spent["repair"] for spent in gradients]),
+        "bytes": {"down": over("bytes", "down"), "up": over("bytes", "up")},
+        "start_bytes": {"down": over("bytes", "start", "down"), "up": over("bytes", "start", "up")},
+        "failures": over("failures"),
+        "seconds": over("seconds", "total"),
     }
+
+
+def _spread(values: Sequence[Any]) -> dict[str, float] | None:
+    if any(value is None for value in values):
+        return None
+    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
+
+
+def _at(record: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        record = record.get(key) if isinstance(record, dict) else None
+    return record
 
 
 def finish(rows: list[Row], summaries: list[Summary], root: Path, title: str, json_: bool) -> None:
@@ -155,8 +151,8 @@ def finish(rows: list[Row], summaries: list[Summary], root: Path, title: str, js
         return
     console = stdout()
     console.print(as_table(rows, f"{title}, {first['clients']} clients", console.width))
-    stderr().print(f"run folders: {root}", soft_wrap=True)
-    stderr().print(f"report: coterie report {root}", soft_wrap=True)
+    say(f"run folders: {root}")
+    say(f"report: coterie report {root}")
 
 
 def _flat(row: Row, prefix: str = "") -> dict[str, Any]:
@@ -172,46 +168,43 @@ def _flat(row: Row, prefix: str = "") -> dict[str, Any]:
 
 
 def as_table(rows: list[Row], title: str, width: int) -> Table:
-    """The rows as a terminal shows them; the best accuracy is marked. A narrow one does without F1 and K."""
+    """The rows as the terminal shows them, with the best accuracy marked; a narrow terminal omits F1 and K."""
     seeds = max(row["seeds"] for row in rows)
-    table = Table(title=f"{title}, {seeds} seed(s); mean ± standard deviation", title_justify="left")
     labels = list(dict.fromkeys(key for row in rows for key in row["labels"]))
-    for label in labels:
-        table.add_column(label, style="bold", no_wrap=True)
     has_unseen = any(row["unseen"]["macro"] for row in rows)
     is_wide = width >= (140 if seeds > 1 else 110)
     scores = metrics("terminal", "wide") if is_wide else metrics("terminal")
     first = [metric for metric in scores if metric.place[0] == "accuracy"]
     rest = [metric for metric in scores if metric not in first]
-    columns = [*(m.short for m in first), *(["unseen"] if has_unseen else []), *(m.short for m in rest)]
-    for column in (*columns, *(["K"] if is_wide else []), "gradients", "down", "up", "start", "seconds"):
-        table.add_column(column, justify="right")
+    best = max((row["accuracy"]["macro"]["mean"] for row in rows if row["accuracy"]["macro"]), default=None)
 
     def cell(value: dict[str, float] | None, form: Format) -> str:
         if value is None:
             return "-"
         return form.text(value["mean"]) + (f" ±{form.text(value['std'])}" if seeds > 1 else "")
 
-    best = max((row["accuracy"]["macro"]["mean"] for row in rows if row["accuracy"]["macro"]), default=None)
-
-    def score(row: Row, metric: Metric) -> str:
+    def score(row: Row, metric: Metric) -> Text:
         value = metric.read(row)
-        text = cell(value, metric.format)
-        return f"[bold green]{text}[/]" if metric.key == "accuracy" and value and value["mean"] == best else text
+        is_best = metric.key == "accuracy" and value and value["mean"] == best
+        return Text(cell(value, metric.format), style="bold green" if is_best else "")
 
-    for row in rows:
+    def cells(row: Row) -> dict[str, str | Text]:
         start = sum(row["start_bytes"][key]["mean"] for key in ("down", "up"))
-        clusters = row["clusters"]["mean"]
-        table.add_row(
-            *[row["labels"].get(label, "") for label in labels],
-            *[score(row, metric) for metric in first],
-            *([cell(row["unseen"]["macro"], PERCENT)] if has_unseen else []),
-            *[score(row, metric) for metric in rest],
-            *([f"{clusters:.3g}" if clusters else "-"] if is_wide else []),
-            f"{row['gradients']['mean'] / 1e6:.2f}M",
-            megabytes(int(row["bytes"]["down"]["mean"])),
-            megabytes(int(row["bytes"]["up"]["mean"])),
-            megabytes(int(start)) if start else "-",
-            cell(row["seconds"], SECONDS),
-        )
-    return table
+        found: dict[str, str | Text] = {label: row["labels"].get(label, "") for label in labels}
+        found |= {metric.short: score(row, metric) for metric in first}
+        if has_unseen:
+            found["unseen"] = cell(row["unseen"]["macro"], PERCENT)
+        found |= {metric.short: score(row, metric) for metric in rest}
+        if is_wide:
+            found["K"] = f"{row['clusters']['mean']:.3g}" if row["clusters"]["mean"] else "-"
+        return found | {
+            "gradients": f"{row['gradients']['mean'] / 1e6:.2f}M",
+            "down": size_text(row["bytes"]["down"]["mean"]),
+            "up": size_text(row["bytes"]["up"]["mean"]),
+            "start": size_text(start) if start else "-",
+            "seconds": cell(row["seconds"], SECONDS),
+        }
+
+    shown = [cells(row) for row in rows]
+    title = f"{title}, {seeds} seed(s); mean ± standard deviation"
+    return table_of(title, list(shown[0]), [list(row.values()) for row in shown], text=labels)

@@ -56,7 +56,10 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(root: Path) -> Iterator[httpx.Client]:
-    with serving(root) as (host, port), httpx.Client(base_url=f"http://{host}:{port}", trust_env=False) as found:
+    with (
+        serving(root) as (host, port),
+        httpx.Client(base_url=f"http://{host}:{port}", trust_env=False, timeout=60) as found,
+    ):
         yield found
 
 

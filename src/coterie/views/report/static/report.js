@@ -13,12 +13,13 @@ const Report = (() => {
     let item = panels.get(id);
     if (!item) {
       const host = el("div", { class: "chart" }), extra = el("div", {}), controls = el("div", { class: "controls" });
-      const node = el("section", { class: "card" + (more && more.wide ? " wide" : ""), id, "aria-label": title },
+      const node = el("section", { id, "aria-label": title },
         el("h3", {}, title), el("p", {}, ""), controls, host, extra);
       item = { node, host, extra, controls, text: node.querySelector("p"), numbers: null };
       panels.set(id, item);
       observer.observe(node);
     }
+    item.node.setAttribute("class", "card" + (more && more.wide ? " wide" : ""));
     item.text.textContent = caption;
     item.paint = () => paint(item.host, item);
     if (more && more.table && !item.numbers) {
@@ -27,8 +28,10 @@ const Report = (() => {
       item.extra.append(item.numbers);
       item.box = box;
     }
-    if (item.numbers) {
-      item.fill = () => item.box.replaceChildren(more.table());
+    if (item.numbers) { // another run may have no table for this panel
+      const rows = more && more.table;
+      item.numbers.hidden = !rows;
+      item.fill = () => item.box.replaceChildren(...(rows ? [rows()] : []));
       if (item.numbers.open) item.fill();
     }
     if (item.node.parentNode !== home) home.append(item.node);
