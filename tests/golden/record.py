@@ -70,7 +70,8 @@ def digest(record: Record) -> str:
     """A digest of all bits of a run."""
     found = hashlib.sha256()
     for name, value in sorted(record["tensors"].items()):
-        found.update(name.encode() + value.tobytes())
+        if value.size:  # a field that holds nothing may come and go
+            found.update(name.encode() + value.tobytes())
     found.update(record["labels"].tobytes())
     found.update(json.dumps([record["rows"], record["ledger"]], sort_keys=True).encode())
     return found.hexdigest()[:16]
