@@ -278,5 +278,5 @@ def test_networks_that_do_not_fit():
         engine_of(model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2)), model_settings={})
     with pytest.raises(ModelError, match=r"Linear cannot take samples of shape \(1, 4, 4\)"):
         engine_of(model=lambda: torch.nn.Linear(5, 3), model_settings={})
-    with pytest.raises(ModelError, match="one number per sample"):
+    with pytest.raises(ModelError, match="one number for each sample"):
         engine_of(loss=lambda outputs, y: torch.nn.functional.cross_entropy(outputs, y))

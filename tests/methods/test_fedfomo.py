@@ -92,7 +92,9 @@ def test_mixes_and_then_trains():
     run.state = replace(run.state, models=models)
     from coterie.client.steps import OWN_MODEL
 
-    run.engine.load_memory({f"value.{OWN_MODEL}": models, f"present.{OWN_MODEL}": torch.ones(9, dtype=torch.bool)})
+    run.engine.load_memory(
+        {f"value.{OWN_MODEL}": models.clone(), f"present.{OWN_MODEL}": torch.ones(9, dtype=torch.bool)}
+    )
     before = run.state.affinity.clone()
     run._round(2)
     given = (run.state.affinity - before).double()

@@ -62,7 +62,7 @@ def check_network(network: Network, task: Task, federation: Federation) -> None:
     with _model_error(f"The loss cannot take outputs of shape {tuple(outputs.shape)}"):
         losses = task.loss(outputs, y[:2].to(network.device))
     if losses.shape != (len(x),):
-        raise ModelError(f"The loss must return one number per sample. Got shape {tuple(losses.shape)} instead.")
+        raise ModelError(f"The loss must return one number for each sample. Got shape {tuple(losses.shape)} instead.")
 
 
 @contextmanager

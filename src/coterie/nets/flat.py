@@ -11,6 +11,7 @@ BatchNorm must not see the padded rows of a partial batch, and dropout must be k
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class Layout:
             raise ModelError(f"{type(module).__name__} has no parameters to train.")
         return cls(tuple(slots[: len(trained)]), tuple(slots[len(trained) :]))
 
-    @property
+    @functools.cached_property
     def slots(self) -> tuple[Slot, ...]:
         """Parameters, then buffers."""
         return (*self.parameters, *self.buffers)
