@@ -74,6 +74,7 @@ def run(
     `attackers` of them take part in the simulated `attack`. `dropout` of a cohort fails to answer, and `corrupt` of the
     answers arrive as NaN: see `coterie.engines.attacks`. With `keep_pictures=False` the folder holds no samples.
 
+    >>> import torch
     >>> result = run("fesem", "rotated-digits", rounds=3, seed=1)
     >>> result.summary["ari"], result.centers.shape[0]
     (1.0, 4)

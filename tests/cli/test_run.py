@@ -338,7 +338,7 @@ def test_set_to_what_cannot_be(command: Command, assignment: str, said: str):
         ("[work]\nbatch_size = 'half'\n", "Got 'half' instead."),
         ("[run]\nrounds = 'ten'\n", "rounds of Schedule must be an int >= 1. Got 'ten' instead."),
         ("[run]\nalgorithm = 3\n", "algorithm of RunSettings must be a string. Got 3 instead."),
-        ("run = 3\n", "must be a table: [run]"),
+        ("run = 3\n", "must be a table, [run]"),
         (None, "There is no config file e.toml. Check the path."),
     ],
 )

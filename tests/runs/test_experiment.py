@@ -53,7 +53,7 @@ def test_every_default_of_the_dataset_can_be_overridden():
     assert found.work == SGD(lr=0.5, epochs=2, batch_size="full")
 
 
-def test_whole_numbers_are_taken_for_floats_where_floats_are_meant():
+def test_integers_become_floats_where_floats_are_expected():
     found = resolve({"work": {"lr": 1}, "run": {"participation": 1}})
     assert isinstance(found.work.lr, float)
     assert isinstance(found.schedule.participation, float)
@@ -155,7 +155,7 @@ def test_a_config_file_is_read(tmp_path: Path):
         (b"\xff\xfe", "cannot be read"),
         ("[runs]\nseed = 1\n", "Did you mean 'run'"),
         ("[algoritm]\n", "Did you mean 'algorithm'"),
-        ("run = 1\n", r"run in .* must be a table: \[run\]"),
+        ("run = 1\n", r"run in .* must be a table, \[run\]"),
         ("seed = 1\n", "named 'seed'"),
     ],
 )

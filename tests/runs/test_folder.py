@@ -50,7 +50,7 @@ def test_a_new_folder_holds_its_settings_and_schema(folder: RunFolder):
     assert folder.rows() == []
 
 
-def test_a_name_that_is_taken_is_refused_and_says_how_to_go_on(folder: RunFolder):
+def test_a_name_that_is_taken_is_refused_and_says_how_to_resume(folder: RunFolder):
     before = {p.name: p.stat().st_mtime_ns for p in folder.path.iterdir()}
     with pytest.raises(
         RunError, match=r"already exists\. Resume it with 'coterie resume .*/a', or choose another --name"
@@ -307,7 +307,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(folder: RunFolder):
     assert {k: found.plain[k] for k in plain} == plain
 
 
-def test_there_is_none_at_first(folder: RunFolder):
+def test_there_is_no_checkpoint_at_first(folder: RunFolder):
     assert folder.load_checkpoint() == (None, [])
 
 
@@ -390,7 +390,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_by_name(folder: RunFolder):
     assert f"has schema {SCHEMA + 1}; this version reads up to {SCHEMA}" in problems[0]
 
 
-def test_after_going_back_the_damaged_one_does_not_push_out_a_whole_one(folder: RunFolder):
+def test_a_damaged_later_checkpoint_does_not_push_out_an_intact_one(folder: RunFolder):
     folder.save_checkpoint(checkpoint(3))
     folder.save_checkpoint(checkpoint(5))
     alter(part(folder, 5, "state.json"))

@@ -151,7 +151,7 @@ def test_labels_hold_the_start_and_every_round(tmp_path: Path):
     assert labels[-1].tolist() == result.labels.tolist()
 
 
-def test_clients_not_met_have_no_label_and_are_counted():
+def test_clients_not_seen_have_no_label_and_are_counted():
     result = coterie.run("fedavg", federation(), "mclr", rounds=1, participation=0.5, work=SGD(lr=0.1))
     assert result.summary["clients_met"] == 3
     assert sorted(result.labels.tolist()) == [-1, -1, -1, 0, 0, 0]
@@ -346,7 +346,7 @@ def test_a_damaged_last_checkpoint_costs_a_round_and_is_reported(tmp_path: Path)
     assert result.summary["notes"][1] == "The checkpoint of round 2 is used."
 
 
-def test_with_no_whole_checkpoint_it_begins_again_and_tells(tmp_path: Path):
+def test_without_an_intact_checkpoint_the_run_starts_again_and_says_so(tmp_path: Path):
     what = setup()
     start(what, tmp_path, "whole")
     with pytest.raises(Interrupted):

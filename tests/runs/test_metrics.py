@@ -186,7 +186,7 @@ def test_a_metric_that_would_hide_something_else_is_refused(path):
         register_metric(path, "mine", "mine")(lambda accuracy: 0.0)
 
 
-def test_a_parameter_that_nobody_knows_is_refused():
+def test_an_unknown_parameter_is_refused():
     with pytest.raises(UnknownName, match="There is no parameter of metric mine named 'acuracy'. Did you mean 'accur"):
         register_metric("mine", "mine", "mine")(lambda acuracy: 0.0)
     assert "mine" not in METRICS

@@ -68,7 +68,7 @@ def test_the_share_is_held_out_by_seed_and_key():
     assert split_unseen(federation, 0.25, 1)[1].names != unseen.names
 
 
-def test_no_share_is_nobody_and_a_small_share_is_one():
+def test_a_share_of_zero_is_no_client_and_a_small_share_is_one():
     federation = digits()
     assert split_unseen(federation, 0.0, 0) == (federation, None)
     assert len(split_unseen(federation, 1e-9, 0)[1]) == 1

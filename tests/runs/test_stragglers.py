@@ -1,4 +1,4 @@
-"""Clients that do not answer: every method gets through, and nothing of theirs changes."""
+"""Clients that do not answer: every method completes the run, and their state does not change."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TestEveryMethod:
         assert one["ledger"] == other["ledger"]
         assert_same(one["state"], other["state"], exact=False, tolerance=1e-9)
 
-    def test_a_round_that_nobody_answers_changes_nothing(self, name):
+    def test_a_round_without_answers_changes_nothing(self, name):
         trainer = trainer_of(setup_of(make(name, **_unguarded(name)), FEDERATION))
         trainer._start()
         trainer._round(1)
@@ -77,7 +77,7 @@ class TestEveryMethod:
         assert trainer.progress.rows[-1]["failures"] == 0
         assert trainer.summary()["clients_met"] == len(trainer.federation)
 
-    def test_gets_through_if_nobody_ever_answers(self, name):
+    def test_completes_if_no_client_ever_answers(self, name):
         trainer = trainer_of(setup_of(make(name), FEDERATION, schedule=half(0.0, 2)))
         trainer.engine.dropout = 1.0
         trainer.run()

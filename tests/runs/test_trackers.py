@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,14 +157,8 @@ def test_unknown_and_missing_trackers_are_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UnknownName, match="There is no tracker 'tensorbord'. Did you mean 'tensorboard'"):
         trackers(["tensorbord"])
     assert trackers(None) == []
-    real = builtins.__import__
-
-    def without(name: str, *more: Any, **named: Any) -> Any:
-        if name.partition(".")[0] in ("mlflow", "tensorboard") or name == "torch.utils.tensorboard":
-            raise ImportError(name)
-        return real(name, *more, **named)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    for module in ("mlflow", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     for name in ("mlflow", "tensorboard"):
         with pytest.raises(MissingExtra, match=rf"--track {name} requires .*coterie\[{name}\]"):
             trackers([name])

@@ -43,16 +43,6 @@ class Observer:
 Listener = Observer | Callable[[Row], None]
 
 
-class _Function(Observer):
-    """A plain function of the row."""
-
-    def __init__(self, function: Callable[[Row], None]) -> None:
-        self._function = function
-
-    def round(self, row: Row) -> None:
-        self._function(row)
-
-
 class Several(Observer):
     """Several observers or functions, called in order.
 
@@ -64,17 +54,17 @@ class Several(Observer):
     """
 
     def __init__(self, listeners: Iterable[Listener | None]) -> None:
-        found = [item for item in listeners if item is not None]
-        self.observers = [item if isinstance(item, Observer) else _Function(item) for item in found]
+        self._listeners = [listener for listener in listeners if listener is not None]
+        self._observers = [listener for listener in self._listeners if isinstance(listener, Observer)]
 
     def begin(self, run: RunInfo) -> None:
-        for observer in self.observers:
+        for observer in self._observers:
             observer.begin(run)
 
     def round(self, row: Row) -> None:
-        for observer in self.observers:
-            observer.round(row)
+        for listener in self._listeners:
+            (listener.round if isinstance(listener, Observer) else listener)(row)
 
     def end(self, summary: dict[str, Any] | None) -> None:
-        for observer in self.observers:
+        for observer in self._observers:
             observer.end(summary)

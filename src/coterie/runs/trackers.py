@@ -10,6 +10,7 @@ reported once, then disabled; the run continues.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -57,12 +58,7 @@ class TensorBoard(Observer):
     """Event files in the folder `tensorboard` of the run."""
 
     def __init__(self) -> None:
-        try:
-            with _no_warnings():
-                from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtra("--track tensorboard", "tensorboard") from error
-        self._make = SummaryWriter
+        self._make = _imported("torch.utils.tensorboard", "SummaryWriter", "tensorboard")
         self._writer: Any = None
 
     def begin(self, run: RunInfo) -> None:
@@ -91,12 +87,7 @@ class MLflow(Observer):
     """An MLflow run in the experiment of the dataset's name; a resumed run continues it."""
 
     def __init__(self) -> None:
-        try:
-            with _no_warnings():
-                from mlflow import MlflowClient
-        except ImportError as error:
-            raise MissingExtra("--track mlflow", "mlflow") from error
-        self._client_type: Any = MlflowClient
+        self._client_type = _imported("mlflow", "MlflowClient", "mlflow")
         self._client: Any = None
         self._id = ""
         self._id_file: Path | None = None
@@ -153,6 +144,14 @@ class MLflow(Observer):
                 for name, value in scalars({key: summary.get(key) for key in final}).items():
                     self._client.log_metric(self._id, f"final/{name}", value)
             self._client.set_terminated(self._id, "FINISHED" if summary is not None else "KILLED")
+
+
+def _imported(module: str, name: str, extra: str) -> Any:
+    try:
+        with _no_warnings():
+            return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise MissingExtra(f"--track {extra}", extra) from error
 
 
 @contextlib.contextmanager
