@@ -678,10 +678,9 @@ def test_a_full_disk_while_checkpointing_keeps_the_checkpoint_before(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full_from_round_3)
         said = command(*LONG, "a").error
-    assert said == (
-        "The checkpoint of round 3 of runs/a could not be written: No space left on device; "
-        "checkpoint of round 2 is kept. Free some space and resume with 'coterie resume runs/a'."
-    )
+    assert said.startswith("The checkpoint of round 3 of runs/a could not be written: No space left on device")
+    assert "checkpoint of round 2 is kept" in said
+    assert "with 'coterie resume runs/a'" in said
     assert sorted(p.name for p in Path("runs/a/checkpoint").iterdir()) == ["round-000001", "round-000002"]
     assert command("resume", "runs/a", "--quiet").code == 0
     assert outcome(Path("runs/a")) == outcome(whole)
@@ -717,7 +716,8 @@ def test_a_file_that_the_system_refuses_keeps_the_checkpoint_before(command: Com
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert "The checkpoint of round 3 of runs/a could not be written" in done.stderr
     assert "File too large" in done.stderr
-    assert "checkpoint of round 2 is kept. Free some space and resume with 'coterie resume runs/a'." in done.stderr
+    assert "checkpoint of round 2 is kept" in done.stderr
+    assert "with 'coterie resume runs/a'" in done.stderr
     assert sorted(p.name for p in Path("runs/a/checkpoint").iterdir()) == ["round-000001", "round-000002"]
     assert command("resume", "runs/a", "--json").json["notes"] == []
     assert outcome(Path("runs/a")) == outcome(whole)
