@@ -41,7 +41,7 @@ def run(
     if choice is not None:
         folder.write_json("artifacts/choose-k.json", choice.to_dict())
     say(_opening(experiment), quiet or json_)
-    carry_through(experiment, folder, json_, quiet, also)
+    run_to_end(experiment, folder, json_, quiet, also)
 
 
 def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Choice | None]:
@@ -81,10 +81,10 @@ def resume(path: RunArgument, track: TrackFlag = None, json_: JsonFlag = False, 
     if tables.get("run", {}).get("from_python"):
         raise RunError(f"{path} was started from Python with its own objects; resume it from there.")
     with folder.held():
-        carry_through(resolve(tables), folder, json_, quiet, also)
+        run_to_end(resolve(tables), folder, json_, quiet, also)
 
 
-def carry_through(
+def run_to_end(
     experiment: Experiment, folder: RunFolder, json_: bool, quiet: bool, also: Sequence[Observer] = ()
 ) -> None:
     """Run or resume with progress and Ctrl-C, and print the result."""
