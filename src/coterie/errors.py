@@ -48,7 +48,7 @@ class UnknownName(ConfigError):
 
 
 class DataError(CoterieError, ValueError):
-    """Data that is missing, damaged, or cannot be dealt out as asked."""
+    """Data that is missing, damaged, or cannot be partitioned as asked."""
 
 
 class ModelError(CoterieError, ValueError):

@@ -166,7 +166,7 @@ def test_images_of_different_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_extra_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     for package in ("datasets", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtra, match=rf"Fetching {name} needs .* 'coterie\[data\]'"):
+    with pytest.raises(MissingExtra, match=rf"Fetching {name} requires .* 'coterie\[data\]'"):
         fetch(name, tmp_path)
 
 

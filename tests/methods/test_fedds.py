@@ -240,9 +240,9 @@ def recorded_batches(method, work, client):
     kernel, seen = trainer.engine.plan.kernel, []
     plain = kernel.gradients
 
-    def gradients(params, buffers, x, y, mask, keys):
-        seen.append(x[0])
-        return plain(params, buffers, x, y, mask, keys)
+    def gradients(params, buffers, batch):
+        seen.append(batch.x[0])
+        return plain(params, buffers, batch)
 
     kernel.gradients = gradients
     trainer.engine.begin(1, "round")

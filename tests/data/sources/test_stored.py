@@ -257,7 +257,7 @@ def test_letters_of_emnist_count_from_one(tmp_path: Path):
 
 
 def test_a_division_that_emnist_does_not_have():
-    with pytest.raises(ConfigError, match="split of Emnist must be 'byclass' or 'balanced' or 'letters' or 'digits'"):
+    with pytest.raises(ConfigError, match="split of Emnist must be 'byclass', 'balanced', 'letters' or 'digits'"):
         build(Emnist, {"split": "bymerge"}, "source")
 
 

@@ -254,15 +254,15 @@ def test_the_prior_pulls_samples_to_its_mean(sampler):
 def test_eval_mode_and_nothing_of_the_network_is_changed(sampler):
     module = make("norm").double().train()
     network, centers = Network(module, torch.float64, CPU), centers_of("norm")
-    before = {name: value.clone() for name, value in network._module.state_dict().items()}
+    before = {name: value.clone() for name, value in network.module.state_dict().items()}
     sent = centers.clone()
     forward = Forward(network, SHAPE)
     x = made(sampler, forward, centers)
     predictions = probabilities(forward, centers, x)
     class_distances(forward, centers, predictions, x)
-    assert not network._module.training
+    assert not network.module.training
     assert torch.equal(sent, centers)
-    after = network._module.state_dict()
+    after = network.module.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     plain = make("norm", seed=1).double().eval()(x[1].flatten(0, 1)).softmax(-1)
