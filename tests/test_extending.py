@@ -12,8 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SOURCE = Path(__file__).parents[1] / "src" / "coterie"
 
 METHOD = '''
@@ -118,7 +116,6 @@ COMMAND = (
 )
 
 
-@pytest.mark.slow
 def test_each_change_is_one_file(tmp_path: Path):
     copy = tmp_path / "src" / "coterie"
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
