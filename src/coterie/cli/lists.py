@@ -93,7 +93,7 @@ def list_things(
     folder: Annotated[Path | None, typer.Argument(help="With 'runs': their folder; by default 'runs'.")] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """List algorithms, datasets, models, scenarios or runs."""
+    """List algorithms, datasets, metrics, models, scenarios, settings or runs."""
     if what == "runs":
         list_runs(Path("runs") if folder is None else folder, json_)
         return

@@ -143,10 +143,16 @@ def _opening(experiment: Experiment) -> str:
         f"{experiment.algorithm_name} on {experiment.dataset}",
         f"{len(experiment.federation())} clients",
         f"model {experiment.model}{chosen}",
-        f"lr {work.lr:g}, {length}, batch {work.batch_size}, momentum {work.momentum:g}",
+        f"{_optimizer(work)}lr {work.lr:g}, {length}, batch {work.batch_size}, momentum {work.momentum:g}",
         f"seed {experiment.schedule.seed}",
     ]
     return " · ".join(parts)
+
+
+def _optimizer(work: WorkSettings) -> str:
+    """The optimizer and the schedule, where they are not the defaults."""
+    chosen = [name for name in (work.optimizer, work.schedule) if name not in ("sgd", "constant")]
+    return "".join(f"{name}, " for name in chosen)
 
 
 def _print_summary(summary: dict[str, Any], json_: bool) -> None:
