@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from coterie.client.settings import WorkSettings
 from coterie.errors import ConfigError, UnknownName
 from coterie.nets.registry import import_object
 
-Work = Any  # an SGD of work.py, which imports this module
 Stack = list[Tensor]  # one tensor [c, *shape] for each parameter
 State = dict[str, Stack]  # of an optimizer, by name
 Number = float | Tensor  # a tensor on the device in a CUDA graph
@@ -36,7 +36,7 @@ class Optimizer(abc.ABC):
 
     keeps: tuple[str, ...] = ()  # names of the state; each has one tensor per parameter, of its shape
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: WorkSettings) -> None:
         self.work = work
 
     @abc.abstractmethod
@@ -124,7 +124,7 @@ class MomentumSGD(Optimizer):
 
     nesterov = False
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: WorkSettings) -> None:
         super().__init__(work)
         self.keeps = ("velocity",) if work.momentum else ()
 
@@ -147,7 +147,7 @@ class NesterovSGD(MomentumSGD):
 
     nesterov = True
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: WorkSettings) -> None:
         super().__init__(work)
         if not work.momentum:
             raise ConfigError("The optimizer nesterov needs momentum > 0. Got 0 instead; set work.momentum.")

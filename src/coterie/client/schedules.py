@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
+from coterie.client.settings import WorkSettings
 from coterie.errors import ConfigError, UnknownName
 
-Work = Any  # an SGD of work.py, which imports this module
-Schedule = Callable[[Work, int, int | None], float]
+Schedule = Callable[[WorkSettings, int, int | None], float]
 
 _SCHEDULES: dict[str, Schedule] = {}
 
@@ -35,11 +34,11 @@ def find_schedule(name: str) -> Schedule:
     return _SCHEDULES[name]
 
 
-def factor(work: Work, round: int) -> float:
+def factor(work: WorkSettings, round: int) -> float:
     """The factor on the learning rate in a round (from 1): the warm-up, then the schedule over the other rounds."""
     warmup = work.warmup_rounds
     if round <= warmup:
-        return float(round / (warmup + 1))
+        return round / (warmup + 1)
     # lr_decay without a schedule means exponential, as in runs from before schedules existed.
     name = "exponential" if work.schedule == "constant" and work.lr_decay != 1 else work.schedule
     total = work.total_rounds
@@ -47,27 +46,27 @@ def factor(work: Work, round: int) -> float:
 
 
 @register_schedule("constant")
-def constant(work: Work, round: int, rounds: int | None) -> float:
+def constant(work: WorkSettings, round: int, rounds: int | None) -> float:
     """No change."""
     return 1.0
 
 
 @register_schedule("exponential")
-def exponential(work: Work, round: int, rounds: int | None) -> float:
+def exponential(work: WorkSettings, round: int, rounds: int | None) -> float:
     """Multiply by lr_decay after each round."""
-    return float(work.lr_decay ** (round - 1))
+    return work.lr_decay ** (round - 1)
 
 
 @register_schedule("step")
-def step(work: Work, round: int, rounds: int | None) -> float:
+def step(work: WorkSettings, round: int, rounds: int | None) -> float:
     """Multiply by lr_decay every decay_every rounds."""
-    return float(work.lr_decay ** ((round - 1) // work.decay_every))
+    return work.lr_decay ** ((round - 1) // work.decay_every)
 
 
 @register_schedule("cosine")
-def cosine(work: Work, round: int, rounds: int | None) -> float:
+def cosine(work: WorkSettings, round: int, rounds: int | None) -> float:
     """Half a cosine, from 1 in the first round to lr_floor in the last (Loshchilov and Hutter, 2017)."""
     if rounds is None:
         raise ConfigError("The schedule cosine needs the number of rounds; use work.for_run(rounds).")
-    progress, floor = min(1.0, (round - 1) / max(1, rounds - 1)), float(work.lr_floor)
+    progress, floor = min(1.0, (round - 1) / max(1, rounds - 1)), work.lr_floor
     return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2

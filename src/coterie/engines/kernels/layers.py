@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from coterie.client.batches import Batch
 from coterie.client.optimizers import Number, Optimizer, State
+from coterie.client.settings import WorkSettings
 from coterie.client.work import SGD, Stack
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.nets.flat import Loss, Network, cross_entropy
@@ -57,7 +58,7 @@ class _Collect:
 class _Step:
     """Makes the SGD step of each parameter in place as soon as its gradient is known."""
 
-    def __init__(self, params: Stack, velocity: Stack | None, work: SGD, lr: Number) -> None:
+    def __init__(self, params: Stack, velocity: Stack | None, work: WorkSettings, lr: Number) -> None:
         self._params, self._velocity, self._work, self._lr = params, velocity, work, lr
 
     def matrix(self, place: int, left: Tensor, right: Tensor) -> None:
