@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from coterie.client.work import SGD
 from coterie.data.federation import Federation
@@ -19,7 +20,7 @@ from coterie.runs.experiment import Experiment, resolve
 from coterie.runs.folder import RunFolder
 from coterie.runs.observers import Listener
 from coterie.runs.settings import Schedule, merge
-from coterie.settings import check
+from coterie.settings import build, fields_of
 
 
 class Result(results.Result):
@@ -45,34 +46,23 @@ def run(
     data: Federation | str = "rotated-digits",
     model: str | Builder | None = None,
     *,
-    rounds: int = 20,
     work: SGD | None = None,
-    seed: int = 0,
-    participation: float = 1.0,
-    unseen: float = 0.0,
-    dropout: float = 0.0,
-    attack: Literal["none", "sign_flip", "gaussian", "label_flip"] = "none",
-    attackers: float = 0.2,
-    corrupt: float = 0.0,
-    keep_pictures: bool = True,
     loss: str | Loss = "cross_entropy",
     engine: str = "vectorized",
     device: str = "auto",
     engine_settings: Mapping[str, Any] | None = None,
-    evaluate_every: int = 1,
-    checkpoint_every: float = 30.0,
     out: str | Path | None = None,
     name: str | None = None,
     observer: Listener | None = None,
+    **settings: Any,
 ) -> Result:
     """Train, and return the result.
 
     `data` is a federation or the name of a dataset, which has a default model and default local work. `model` is a name
     or a callable that makes an nn.Module. With `out`, the run is saved in a folder there.
 
-    Fractions: `participation` of the clients train in a round, `unseen` of them are held out and evaluated at the end,
-    `attackers` of them take part in the simulated `attack`. `dropout` of a cohort fails to answer, and `corrupt` of the
-    answers arrive as NaN: see `coterie.engines.attacks`. With `keep_pictures=False` the folder holds no samples.
+    The other arguments are the flags of `coterie run` (`coterie.runs.settings.Schedule`): `rounds`, `seed`,
+    `participation`, `unseen`, `dropout`, `attack` ... With `keep_pictures=False` the folder holds no samples.
 
     >>> import torch
     >>> result = run("fesem", "rotated-digits", rounds=3, seed=1)
@@ -81,24 +71,11 @@ def run(
     >>> result.personal_model("r090-000")(torch.zeros(1, 1, 8, 8)).shape
     torch.Size([1, 10])
     """
-    schedule = Schedule(
-        rounds=rounds,
-        participation=participation,
-        seed=seed,
-        evaluate_every=evaluate_every,
-        checkpoint_every=checkpoint_every,
-        unseen=unseen,
-        dropout=dropout,
-        attack=attack,
-        attackers=attackers,
-        corrupt=corrupt,
-        keep_pictures=keep_pictures,
-    )
-    check(schedule)
+    schedule = build(Schedule, settings, "run")
     chosen = find_algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
     if isinstance(data, str):
         reserve = {"reserve": getattr(chosen, "indicators", 0)}
-        experiment = resolve(merge({"run": {"dataset": data, "seed": seed}, "scenario": reserve}))
+        experiment = resolve(merge({"run": {"dataset": data, "seed": schedule.seed}, "scenario": reserve}))
     else:
         experiment = Experiment(chosen, chosen.key, data.name, "mlp", SGD(), schedule, data=data)
     experiment = replace(
@@ -119,6 +96,15 @@ def run(
     if out is not None:
         folder = RunFolder.create(Path(out), name, experiment.default_name, experiment.tables())
     return Result.of(execute(experiment, folder, observer))
+
+
+# help(run) and editors show the settings as arguments of their own.
+_own = [item for item in inspect.signature(run).parameters.values() if item.kind is not item.VAR_KEYWORD]
+_flags = [
+    inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.kind)
+    for field in fields_of(Schedule).values()
+]
+run.__signature__ = inspect.Signature([*_own, *_flags], return_annotation=Result)  # type: ignore[attr-defined]
 
 
 def open_run(path: str | Path) -> Result:
