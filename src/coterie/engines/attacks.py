@@ -9,7 +9,6 @@ The scores of a run with attackers are those of the honest clients.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,10 +16,9 @@ from torch import Tensor
 from coterie.client.block import Models, take
 from coterie.client.steps import Answer
 from coterie.data.federation import Federation
+from coterie.engines.settings import AttackKind
 from coterie.errors import ConfigError
 from coterie.randomness import Rng, normal, uniform
-
-Kind = Literal["none", "sign_flip", "gaussian", "label_flip"]
 
 _SENT = ("params", "gradient")  # the tensors that attacks change
 
@@ -44,13 +42,13 @@ class FlipLabels:
 class Attack:
     """Who attacks, and how."""
 
-    kind: Kind
+    kind: AttackKind
     attackers: Tensor  # bool [N]
     rng: Rng
     corrupt: float = 0.0  # share of answers that arrive as NaN
 
     @classmethod
-    def of(cls, keys: Tensor, kind: Kind, share: float, corrupt: float, seed: int) -> Attack:
+    def of(cls, keys: Tensor, kind: AttackKind, share: float, corrupt: float, seed: int) -> Attack:
         """Draw the attackers among clients with these keys; a client's draw depends on its key and the seed only."""
         rng = Rng.seed(seed).at("attack")
         attackers = torch.zeros(len(keys), dtype=torch.bool)

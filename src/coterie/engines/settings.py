@@ -7,6 +7,8 @@ from typing import ClassVar, Literal
 
 from coterie.settings import setting
 
+AttackKind = Literal["none", "sign_flip", "gaussian", "label_flip"]  # see attacks.py
+
 
 @dataclass(frozen=True)
 class EngineSettings:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from coterie.engines import ENGINES
+from coterie.engines.settings import AttackKind
 from coterie.errors import ConfigError, UnknownName
 from coterie.settings import build, fields_of, listed, parse_value, setting
 
@@ -71,7 +72,7 @@ class Schedule:
     checkpoint_every: float = setting(30.0, "seconds between checkpoints; 0 saves every round", ge=0, flag=True)
     unseen: float = setting(0.0, "fraction of the clients held out and evaluated at the end", ge=0, lt=1, flag=True)
     dropout: float = setting(0.0, "simulated fraction of a cohort that fails to answer", ge=0, lt=1, flag=True)
-    attack: Literal["none", "sign_flip", "gaussian", "label_flip"] = setting("none", "simulated attack", flag=True)
+    attack: AttackKind = setting("none", "simulated attack", flag=True)
     attackers: float = setting(0.2, "fraction of the clients that attack", ge=0, lt=1, flag=True)
     corrupt: float = setting(0.0, "simulated fraction of answers that arrive as NaN", ge=0, lt=1, flag=True)
     keep_pictures: bool = setting(True, "keep a few sample images of each cluster in the run folder", flag=True)
