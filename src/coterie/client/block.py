@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coterie.client.batches import Batches, DeviceData, StepCounts
+from coterie.client.batches import Batch, Batches, DeviceData, StepCounts
 from coterie.client.stack import Job, Plan
 from coterie.client.task import Task
 from coterie.client.work import SGD
@@ -120,6 +120,54 @@ class Block:
         moved = self.train(params, SGD(lr=1.0, epochs=1, batch_size="full"))
         cut = self.task.layout.num_parameters
         return params[:, :cut] - moved[:, :cut], moved[:, cut:]
+
+    def class_gradients(self, models: Models | Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """The mean gradient over each client's training samples of each class, one class after the other.
+
+        Yields the class, which clients hold it (positions [h]), their gradients [h, num_parameters] and sample counts
+        [h].
+        """
+        sent = models if isinstance(models, Models) else self._one_each(models)
+        split, device, keys = self._split("train"), self._data.device, self.rng("class gradients")
+        sizes, first = self._sizes("train"), split.offsets[split.shard[self.clients]]
+        place = torch.arange(int(sizes.max()))
+        real = (place < sizes.unsqueeze(1)).to(device)  # [c, longest]
+        where = (first.unsqueeze(1) + torch.minimum(place, sizes.unsqueeze(1) - 1)).to(device)
+        x, y = self._data.at("train", where.flatten(), self._view.repeat_interleave(len(place)))
+        x, y = x.reshape(*where.shape, *x.shape[1:]), y.reshape(where.shape)
+        self.gradients += int(sizes.sum())
+        for label in range(self.task.num_classes):
+            mine = (y == label) & real
+            counts = mine.sum(1)  # [c]
+            holders = counts.nonzero().flatten()
+            if not len(holders):
+                continue
+            order = mine[holders].to(torch.int8).argsort(dim=1, descending=True, stable=True)
+            batch = Batch(x[holders], y[holders].gather(1, order), None, keys[holders])
+            found = self._mean_gradient(sent.table[sent.refs[holders]], batch, order, counts[holders])
+            yield label, holders, found, counts[holders]
+
+    def _mean_gradient(self, params: Tensor, data: Batch, order: Tensor, counts: Tensor) -> Tensor:
+        """Gradient of each model [h, P] over the first `counts` [h] samples in `order`: [h, num_parameters]."""
+        layout = self.task.layout
+        named = layout.unpack(params)
+        weights = [named[slot.name] for slot in layout.parameters]
+        total = torch.zeros(len(params), layout.num_parameters, dtype=params.dtype, device=params.device)
+        width = max(1, self._at_once // len(params))
+        for begin in range(0, int(counts.max()), width):
+            rows = (counts > begin).nonzero().flatten()
+            part = order[rows, begin : begin + width]
+            part = part[:, : int((counts[rows] - begin).clamp_max(width).max())]
+            inside = torch.arange(part.shape[1], device=part.device) < (counts[rows] - begin).unsqueeze(1)
+            mask = None if bool(inside.all()) else inside.to(params.dtype)
+            batch = Batch(
+                data.x[rows.unsqueeze(1), part], data.y[rows, begin : begin + part.shape[1]], mask, data.keys[rows]
+            )
+            buffers = [named[slot.name][rows].clone() for slot in layout.buffers]
+            found = self._kernel.gradients([w[rows] for w in weights], buffers, batch)
+            flat = torch.cat([g.reshape(len(rows), -1) for g in found], dim=1)
+            total[rows] += flat * (inside.sum(1) / counts[rows]).to(flat.dtype).unsqueeze(1)
+        return total
 
     # ---- evaluation ----
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import overload
 
+import torch
 from torch import Tensor
 
 from coterie.client.block import Block, Models
 from coterie.client.optimizers import optimizers
+from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.errors import ConfigError
+from coterie.nets.sketch import sketch_of
+from coterie.randomness import Rng
 
 
 class Answer(Mapping[str, Tensor]):
@@ -89,11 +93,43 @@ def step_modules() -> list[str]:
 OWN_MODEL = "model"
 """The name under which a client remembers a model of its own."""
 
+_SIGNATURE = 4096  # numbers in a signature, about
+
 
 @client_step("coterie.block:train")
 def train(block: Block, models: Models, work: SGD) -> Answer:
     """Train the model that was sent."""
     return Answer(params=block.train(models, work), samples=block.samples)
+
+
+@client_step("coterie.block:choose")
+def choose(block: Block, models: Models, work: SGD) -> Answer:
+    """Choose the model with the lowest training loss."""
+    return Answer(choice=block.losses(models).argmin(1))
+
+
+@client_step("coterie.block:sign")
+def sign(block: Block, models: Models, work: SGD) -> Answer:
+    """The client's signature: a sketch of the mean gradient of each class it holds, and its label counts."""
+    classes, width = signature_shape(block.task)
+    sketch = sketch_of(block.task.layout.num_parameters, width, Rng.seed(0).at("signature"), models.table.device)
+    rows = torch.zeros(len(block), classes, width, dtype=models.table.dtype, device=models.table.device)
+    counts = torch.zeros(len(block), classes, dtype=torch.int64, device=models.table.device)
+    for label, holders, gradients, samples in block.class_gradients(models):
+        rows[holders, label], counts[holders, label] = sketch(gradients), samples
+    return Answer(signature=rows, counts=counts)
+
+
+@client_step("coterie.block:train_and_sign")
+def train_and_sign(block: Block, models: Models, work: SGD) -> Answer:
+    """Train the model that was sent, and sign at it."""
+    return Answer(**train(block, models, work), **sign(block, models, work))
+
+
+def signature_shape(task: Task) -> tuple[int, int]:
+    """The number of rows of a signature and their width; together about as large as a small model."""
+    classes = max(1, task.num_classes)
+    return classes, min(task.layout.num_parameters, max(32, min(512, _SIGNATURE // classes)))
 
 
 @client_step("coterie.block:evaluate")

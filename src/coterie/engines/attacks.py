@@ -20,7 +20,7 @@ from coterie.engines.settings import AttackKind
 from coterie.errors import ConfigError
 from coterie.randomness import Rng, normal, uniform
 
-_SENT = ("params", "gradient")  # the tensors that attacks change
+_SENT = ("params", "gradient", "signature")  # the tensors that attacks change
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Attack:
                 tensors[name] = self._false(name, tensors, here, keys, sent, point)
             if self.corrupt:
                 lost = uniform(self.rng.at("corrupt", point.key).keys(keys), 1)[:, 0] < self.corrupt
-                broken = lost.to(tensors[name].device).unsqueeze(1)
+                broken = lost.to(tensors[name].device).reshape(-1, *[1] * (tensors[name].dim() - 1))
                 tensors[name] = torch.where(broken, torch.nan, tensors[name])
         return Answer(**tensors)
 
@@ -107,7 +107,7 @@ class Attack:
             false = 2 * start - true
         else:
             who = here.nonzero().flatten()
-            noise = normal(self.rng.at("noise", point.key).keys(keys[who]).to(true.device), true.shape[1])
+            noise = normal(self.rng.at("noise", point.key).keys(keys[who]).to(true.device), true[0].numel())
             false = start.clone()
-            false[who.to(true.device)] += noise.to(true.dtype)
-        return torch.where(here.to(true.device).unsqueeze(1), false, true)
+            false[who.to(true.device)] += noise.to(true.dtype).reshape(len(who), *true.shape[1:])
+        return torch.where(here.to(true.device).reshape(-1, *[1] * (true.dim() - 1)), false, true)

@@ -107,6 +107,7 @@ class Engine(abc.ABC):
         self.round = 0
         self.phase: Phase = "start"
         self.reserved: tuple[Tensor, Tensor] | None = None  # the server's own samples: inputs, labels
+        self.participation = 1.0  # the share of the clients that a call may ask
         self.dropout = 0.0  # simulated: the probability that a client does not answer a call
         self.dropout_rng = Rng.seed(0)
         self.attack: Attack | None = None  # simulated
@@ -144,7 +145,7 @@ class Engine(abc.ABC):
             self.ledger.record_models(self.phase, request.name, cohort, self.num_clients, models, refs)
         self.ledger.record_payload(self.phase, request.name, len(cohort), request.payload, request.each)
         # Late clients have received what was sent. They fail before they work, so their memory is unchanged.
-        late = self.is_late(request.name, cohort)
+        late = self.is_late(request)
         failed = [self._fail(request, position, LATE) for position in late.nonzero().flatten().tolist()]
         lengths = None if models is None else torch.linalg.vector_norm(models, dim=1)  # [M]
         answered = False
@@ -258,15 +259,24 @@ class Engine(abc.ABC):
         draw = uniform(rng.keys(self.keys), 1)[:, 0]
         return torch.argsort(draw, stable=True)[:size].sort().values
 
-    def is_late(self, step: str, cohort: Tensor) -> Tensor:
-        """Which clients do not answer a call, bool [C]; the same if the call is repeated.
+    @property
+    def cohort_size(self) -> int:
+        """The number of clients in a cohort, C."""
+        return max(1, round(self.participation * self.num_clients))
+
+    def cohorts(self, clients: Tensor) -> tuple[Tensor, ...]:
+        """These clients as cohorts, none of which is larger than the participation allows."""
+        return tuple(clients.split(self.cohort_size))
+
+    def is_late(self, request: Request) -> Tensor:
+        """Which clients do not answer a call, bool [C]; the same if the call is repeated with the same rng.
 
         Only in `start` and `round`: repairs call clients that have answered, and evaluation is not part of the method.
         """
         if not self.dropout or self.phase not in ("start", "round"):
-            return torch.zeros(len(cohort), dtype=torch.bool)
-        rng = self.dropout_rng.at(self.round, step)
-        return uniform(rng.keys(self.keys[cohort]), 1)[:, 0] < self.dropout
+            return torch.zeros(len(request.cohort), dtype=torch.bool)
+        rng = self.dropout_rng.at(self.round, request.name, request.rng.key)
+        return uniform(rng.keys(self.keys[request.cohort]), 1)[:, 0] < self.dropout
 
     def initial(self) -> Tensor:
         """The initial weights of the run on the engine's device, [P]."""

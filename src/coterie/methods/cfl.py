@@ -37,7 +37,7 @@ from coterie.client.task import Task
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState, Repair, register
 from coterie.methods.parts.averaging import Averaging, fits_in_memory
-from coterie.methods.parts.clustering import Sketch, sketch_of
+from coterie.nets.sketch import Sketch, sketch_of
 from coterie.randomness import Rng
 from coterie.settings import setting
 

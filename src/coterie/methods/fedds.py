@@ -29,7 +29,7 @@ from coterie.errors import ConfigError
 from coterie.methods.base import Personal, register
 from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate
 from coterie.methods.parts.guard import guarded
-from coterie.methods.parts.start import clustered_start, random_start
+from coterie.methods.parts.start import placed, random_start, warm_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -58,24 +58,17 @@ class FedDS(CenterMethod[CenterState]):
                 f"{type(self).__name__} compares models on the server's own samples; "
                 f"hold some out with --set scenario.reserve={self.indicators}."
             )
-        begin = random_start if self.init == "paper" else clustered_start
+        begin = random_start if self.init == "paper" else warm_start
         return begin(self, self.empty_state(engine), engine, rng)
 
     def round(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> CenterState:
         """Train, assign to the center with the nearest predictions (Eq. 6-7), average by samples (Eq. 17)."""
+        state = placed(self, state, engine, cohort, rng)
         update = RoundUpdate(self, state, engine)
         centers = self.log_probabilities(state.centers, engine)  # [K, R, L]
         for chunk in self.train(state, engine, cohort, rng.at("train")):
             update.add(chunk, self.divergences(chunk.answer.params, centers, engine).argmin(1).cpu())
         return guarded(self, state, update, engine, rng)
-
-    def assign(self, state: CenterState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
-        """A newcomer trains once from the common model and is assigned as in a round."""
-        labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
-        centers = self.log_probabilities(state.centers, engine)
-        for chunk in self.train_from_common(state, engine, newcomers, rng.at("train")):
-            labels[chunk.positions] = self.divergences(chunk.answer.params, centers, engine).argmin(1).cpu()
-        return labels
 
     def log_probabilities(self, models: Tensor, engine: Engine) -> Tensor:
         """Predictions of models [c, P] for the indicator samples: [c, R, L]."""

@@ -14,7 +14,6 @@ skew L2 clusters by labels rather than by kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -22,25 +21,34 @@ import torch
 from torch import Tensor
 
 from coterie.client.block import Block, Models
-from coterie.client.steps import Answer, client_step
+from coterie.client.steps import Answer, ClientStep, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD, Proximal
-from coterie.engines.base import Chunk, Engine
+from coterie.engines.base import Engine
 from coterie.methods.base import register
-from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate, is_new, nearest_by_first_models
+from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate, watched
 from coterie.methods.parts.clustering import cosine_distances, squared_distances
 from coterie.methods.parts.guard import guarded
-from coterie.methods.parts.start import clustered_start, random_start
+from coterie.methods.parts.start import first_models_start, placed, random_start, warm_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
 
 @client_step("coterie.algorithms.fesem:train_near_center")
-def train_near_center(block: Block, models: Models, work: SGD, mean_samples: Tensor) -> Answer:
+def train_near_center(
+    block: Block, models: Models, work: SGD, mean_samples: Tensor, watch: Tensor | None = None
+) -> Answer:
     """Train with the proximal weight prox / (m alpha_i), where m alpha_i = samples / mean samples."""
     assert isinstance(work, Proximal)
     prox = (work.prox * mean_samples / block.samples).to(models.table.dtype)  # [c]
-    return Answer(params=block.train(models, work, prox=prox), samples=block.samples)
+    alarm = watched(block, models, watch)
+    return Answer(**alarm, params=block.train(models, work, prox=prox), samples=block.samples)
+
+
+@client_step("coterie.algorithms.fesem:count")
+def count(block: Block, models: Models | None, work: SGD) -> Answer:
+    """The number of training samples."""
+    return Answer(samples=block.samples)
 
 
 @register
@@ -66,17 +74,15 @@ class FeSEM(CenterMethod[CenterState]):
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> CenterState:
         """Train every client once from one common model and cluster the results; or random centers."""
-        begin = random_start if self.init == "random" else clustered_start
+        begin = {"warm": warm_start, "paper": first_models_start, "random": random_start}[self.init]
         return begin(self, self.empty_state(engine), engine, rng)
 
     def round(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> CenterState:
         """Train from the client's center (Eq. 7), assign to the nearest center (Eq. 8), average (Eq. 9)."""
+        state = self._with_mean_samples(placed(self, state, engine, cohort, rng), engine, cohort, rng)
         update = RoundUpdate(self, state, engine)
         for chunk in self.train(state, engine, cohort, rng.at("train")):
-            nearest = self.distances(chunk.answer.params, state, engine).argmin(1).cpu()  # [c]
-            if bool((new := is_new(chunk, state)).any()):
-                nearest = torch.where(new, self.nearest_for_new(chunk, state, engine), nearest)
-            update.add(chunk, nearest)
+            update.add(chunk, self.distances(chunk.answer.params, state, engine).argmin(1).cpu())
         return self._with_stable_rounds(state, guarded(self, state, update, engine, rng))
 
     def distances(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:
@@ -87,31 +93,25 @@ class FeSEM(CenterMethod[CenterState]):
         common = state.common[columns]
         return cosine_distances(params[:, columns] - common, state.centers[:, columns] - common)
 
-    def nearest_for_new(self, chunk: Chunk, state: CenterState, engine: Engine) -> Tensor:
-        """The cluster of clients that trained from the common model, by comparison to the members' first models."""
-        return nearest_by_first_models(chunk, state, engine)
-
-    def assign(self, state: CenterState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
-        """A newcomer trains once from the common model, and joins the cluster with the nearest first models."""
-        labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
-        for chunk in self.train_from_common(state, engine, newcomers, rng.at("train")):
-            labels[chunk.positions] = self.nearest_for_new(chunk, state, engine)
-        return labels
-
     def signature(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:
         """The update of the layers that the distance compares; for cosine, of norm one."""
         columns = self._columns(engine.task)
         update = params[:, columns] - state.common[columns]
         return torch.nn.functional.normalize(update, dim=1) if self.distance == "cosine" else update
 
-    def train_from(self, state: CenterState, engine: Engine, cohort: Tensor, rows: Tensor, rng: Rng) -> Iterator[Chunk]:
+    def member_step(self, state: CenterState, engine: Engine) -> tuple[ClientStep, dict[str, Tensor]]:
         """As plain training; with the paper's scale, the proximal weight depends on the client's samples."""
         if not (self.prox and self.prox_scale == "paper" and state.mean_samples):
-            return super().train_from(state, engine, cohort, rows, rng)
-        table = torch.cat([state.centers, state.common.unsqueeze(0)])
+            return super().member_step(state, engine)
         mean = torch.tensor(state.mean_samples, dtype=torch.float64, device=engine.device)
-        payload, work = {"mean_samples": mean}, self.work(engine)
-        return engine.call(train_near_center, cohort, models=table, refs=rows, payload=payload, work=work, rng=rng)
+        return train_near_center, {"mean_samples": mean}
+
+    def _with_mean_samples(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> CenterState:
+        """For the paper's proximal weight after a start without training: the mean sample count of a cohort."""
+        if not (self.prox and self.prox_scale == "paper") or state.mean_samples:
+            return state
+        found = [chunk.answer.samples for chunk in engine.call(count, cohort, rng=rng.at("count"))]
+        return replace(state, mean_samples=float(torch.cat(found).double().mean())) if found else state
 
     def work(self, engine: Engine) -> SGD:
         """Local work with the proximal term."""

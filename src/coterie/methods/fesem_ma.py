@@ -27,7 +27,7 @@ from coterie.methods.fesem import FeSEM
 from coterie.methods.parts.averaging import Average, HeldModels
 from coterie.methods.parts.centers import CenterState
 from coterie.methods.parts.matching import Plan, matched_mean
-from coterie.methods.parts.start import clustered_start, random_start
+from coterie.methods.parts.start import first_models_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -50,14 +50,12 @@ class FeSEMMA(FeSEM):
         _plan(task)
         size = engine.num_clients * task.layout.size * engine.dtype.itemsize
         engine.require_memory(size, f"FeSEM-MA holds the models of all {engine.num_clients} clients at once:")
-        if self.init == "random":
-            return random_start(self, self.empty_state(engine), engine, rng)
-        return clustered_start(self, self.empty_state(engine), engine, rng, warm_up=self.compares_first_models)
-
-    @property
-    def compares_first_models(self) -> bool:
-        """First models from different starting points cannot be compared."""
-        return self.first_models == "common"
+        if self.first_models == "common" or self.init != "warm":
+            return super().start(task, engine, rng)
+        engine.notes.append(
+            "FeSEM-MA with first_models=independent starts as with init=paper: clients have no common model to warm up"
+        )
+        return first_models_start(self, self.empty_state(engine), engine, rng)
 
     def average(self, state: CenterState, engine: Engine) -> Average:
         """Matched averaging."""
@@ -81,16 +79,10 @@ class FeSEMMA(FeSEM):
             found.append(super().distances(self._aligned(params, center, engine), only, engine))
         return torch.cat(found, dim=1)
 
-    def nearest_for_new(self, chunk: Chunk, state: CenterState, engine: Engine) -> Tensor:
-        """From independent starts, only the aligned distance to the centers is meaningful."""
-        if self.compares_first_models:
-            return super().nearest_for_new(chunk, state, engine)
-        return self.distances(chunk.answer.params, state, engine).argmin(1).cpu()
-
-    def train_from(self, state: CenterState, engine: Engine, cohort: Tensor, rows: Tensor, rng: Rng) -> Iterator[Chunk]:
-        """In the start with independent models, every client trains from its own random model."""
-        if self.compares_first_models or engine.phase != "start":
-            return super().train_from(state, engine, cohort, rows, rng)
+    def train_common(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:
+        """With independent first models, every client trains from its own random model instead."""
+        if self.first_models == "common":
+            return super().train_common(state, engine, cohort, rng)
         return self._train_independently(engine, cohort, rng)
 
     def _train_independently(self, engine: Engine, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:

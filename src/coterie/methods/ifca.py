@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from coterie.client.block import Block, Models, take
-from coterie.client.steps import Answer, ClientStep, client_step
+from coterie.client.steps import Answer, ClientStep, choose, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import register
 from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate
 from coterie.methods.parts.guard import guarded
-from coterie.methods.parts.start import clustered_start, random_start
+from coterie.methods.parts.start import random_start, warm_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -44,12 +44,6 @@ def choose_and_gradient(block: Block, models: Models, work: SGD) -> Answer:
     return Answer(gradient=torch.cat([gradient, buffers], dim=1), choice=choice)
 
 
-@client_step("coterie.algorithms.ifca:choose")
-def choose(block: Block, models: Models, work: SGD) -> Answer:
-    """Choose the model with the lowest training loss."""
-    return Answer(choice=block.losses(models).argmin(1))
-
-
 @register
 @dataclass(frozen=True)
 class IFCA(CenterMethod[CenterState]):
@@ -66,7 +60,7 @@ class IFCA(CenterMethod[CenterState]):
         """The means of clustered first models; in the paper K random models without members."""
         state = self.empty_state(engine)
         if self.init == "warm":
-            return clustered_start(self, state, engine, rng)
+            return warm_start(self, state, engine, rng)
         return replace(random_start(self, state, engine, rng), labels=state.labels)
 
     def round(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> CenterState:
@@ -102,8 +96,8 @@ class IFCA(CenterMethod[CenterState]):
         return engine.call(step, clients, models=state.centers, refs=refs, work=self.work(engine), rng=rng)
 
     @property
-    def compares_first_models(self) -> bool:
-        """Clients choose anew in every round, so first models decide nothing."""
+    def watches_losses(self) -> bool:
+        """Clients choose anew in every round anyway."""
         return False
 
     def assign(self, state: CenterState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:

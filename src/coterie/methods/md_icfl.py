@@ -16,8 +16,7 @@ from a clustering of first models, which small data need: a random partition rei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.client.block import Block, Models
-from coterie.client.steps import Answer, client_step, label_counts
+from coterie.client.steps import Answer, ClientStep, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.pictures import is_picture, to_shades
@@ -33,11 +32,11 @@ from coterie.engines.base import Chunk, Engine
 from coterie.errors import ConfigError
 from coterie.methods.base import Personal, register
 from coterie.methods.parts.averaging import add_answers
-from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate
+from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate, watched
 from coterie.methods.parts.clustering import CenterSums
 from coterie.methods.parts.guard import guarded
 from coterie.methods.parts.pseudo import class_distances, generate, probabilities, search
-from coterie.methods.parts.start import clustered_start, random_start
+from coterie.methods.parts.start import placed, random_start, warm_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -46,9 +45,15 @@ _SHOWN_PICTURES = 3  # of them kept as pictures
 
 
 @client_step("coterie.algorithms.md_icfl:train_only")
-def train_only(block: Block, models: Models, work: SGD) -> Answer:
-    """Train the received model, and send nothing but the model."""
-    return Answer(params=block.train(models, work))
+def train_only(block: Block, models: Models, work: SGD, watch: Tensor | None = None) -> Answer:
+    """Train the received model, and send nothing but the model (and whether the loss has risen)."""
+    return Answer(**watched(block, models, watch), params=block.train(models, work))
+
+
+@client_step("coterie.algorithms.md_icfl:train_and_count")
+def train_and_count(block: Block, models: Models, work: SGD, watch: Tensor | None = None) -> Answer:
+    """As `train_only`, with the label counts of now: a client's data may change."""
+    return Answer(**train_only(block, models, work, watch), counts=block.label_counts())
 
 
 @client_step("coterie.algorithms.md_icfl:nearest")
@@ -63,29 +68,19 @@ def weighted(distances: Tensor, counts: Tensor) -> Tensor:
     return (distances * share.unsqueeze(1)).sum(2)
 
 
-@dataclass(frozen=True)
-class MDICFLState(CenterState):
-    """The centers, and under weak privacy the clients' label counts."""
-
-    of_clients: ClassVar[tuple[str, ...]] = (*CenterState.of_clients, "counts")
-
-    counts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N, L], weak privacy only
-
-
 @register
 @dataclass(frozen=True)
-class MDICFL(CenterMethod[MDICFLState]):
+class MDICFL(CenterMethod[CenterState]):
     """K centers; a client joins the one whose predictions agree most with its own on the classes it has."""
 
     key: ClassVar[str] = "md_icfl"
     paper: ClassVar[str] = "Zhang et al. 2024"
-    state_type: ClassVar[type[CenterState]] = MDICFLState
 
-    weighting: Literal["equal"] = setting(
-        "equal", "weight of a client in its cluster's mean; always equal, since clients do not send sample counts"
+    weighting: Literal["equal", "samples"] = setting(
+        "samples", "weight of a client in its cluster's mean; under strong privacy always equal"
     )
     sampler: Literal["search", "generator"] = setting("search", "how pseudo data are generated: MD-ICFL-1 or MD-ICFL-2")
-    privacy: Literal["weak", "strong"] = setting("weak", "send label counts once, or only the nearest center's index")
+    privacy: Literal["weak", "strong"] = setting("weak", "send label counts, or only the nearest center's index")
     pseudo_samples: int = setting(30, "pseudo samples per center and class (M)", ge=1)
     iterations: int | None = setting(None, "iterations of the sampler; by default 100, for the generator 1,000", ge=1)
     prior_weight: float = setting(0.1, "weight of the prior on pseudo samples (lambda)", ge=0)
@@ -94,80 +89,57 @@ class MDICFL(CenterMethod[MDICFLState]):
         0, "rounds of training fresh models that classify the pseudo data at the end (Figs. 5 and 6)", ge=0
     )
 
-    def start(self, task: Task, engine: Engine, rng: Rng) -> MDICFLState:
+    def start(self, task: Task, engine: Engine, rng: Rng) -> CenterState:
         """Cluster first models; in the paper K random centers and random labels."""
-        begin = random_start if self.init == "paper" else clustered_start
+        begin = random_start if self.init == "paper" else warm_start
         return begin(self, self.empty_state(engine), engine, rng)
 
-    def round(self, state: MDICFLState, engine: Engine, cohort: Tensor, rng: Rng) -> MDICFLState:
+    def round(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> CenterState:
         """Generate pseudo data, train, assign to the center at the least model distance, average."""
-        state = self._with_counts(state, engine, cohort, rng)
+        state = placed(self, state, engine, cohort, rng)
         x, predictions = self.pseudo(state, engine, rng.at("prepare"))
         update = RoundUpdate(self, state, engine)
         for chunk in self.train(state, engine, cohort, rng.at("train")):
             distances = class_distances(engine.forward, chunk.answer.params, predictions, x)  # [c, K, L]
-            update.add(chunk, self.nearest(distances, chunk.clients, state.counts, engine, rng))
+            update.add(chunk, self.nearest(distances, chunk, engine, rng))
         return guarded(self, state, update, engine, rng)
 
-    def pseudo(self, state: MDICFLState, engine: Engine, rng: Rng) -> tuple[Tensor, Tensor]:
+    def pseudo(self, state: CenterState, engine: Engine, rng: Rng) -> tuple[Tensor, Tensor]:
         """Pseudo data of every center [K, L, M, ...], and its own predictions on them [K, L, M, L]."""
         if not engine.task.num_classes:
             raise ConfigError("MD-ICFL generates pseudo data of classes; these data have none.")
         x = self.pseudo_data(state, engine, rng, self.pseudo_samples)
         return x, probabilities(engine.forward, state.centers, x)
 
-    def nearest(self, distances: Tensor, clients: Tensor, counts: Tensor, engine: Engine, rng: Rng) -> Tensor:
+    def nearest(self, distances: Tensor, chunk: Chunk, engine: Engine, rng: Rng) -> Tensor:
         """The nearest center [c] by class-wise distances [c, K, L]; -1 where it is not known.
 
         Weak privacy: the server weights them by label counts. Strong: the client does, and answers with the index.
         """
         if self.privacy == "weak":
-            own = counts[clients].to(engine.device)
-            chosen = weighted(distances, own).argmin(1)
-            # Without label counts all centers are at distance 0: the client keeps its label.
-            return torch.where(own.sum(1) > 0, chosen, -1).cpu()
+            return weighted(distances, chunk.answer.counts).argmin(1).cpu()
         # A client that does not answer the second call keeps its label.
-        chosen = torch.full((len(clients),), -1, dtype=torch.int64)
-        for chunk in engine.call(nearest, clients, each={"distances": distances}, rng=rng.at("nearest")):
-            chosen[chunk.positions] = chunk.answer.choice.cpu()
+        chosen = torch.full((len(chunk.clients),), -1, dtype=torch.int64)
+        for reply in engine.call(nearest, chunk.clients, each={"distances": distances}, rng=rng.at("nearest")):
+            chosen[reply.positions] = reply.answer.choice.cpu()
         return chosen
 
-    def assign(self, state: MDICFLState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
-        """A newcomer trains once from the common model and is assigned as in a round."""
-        labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
-        counts = self._asked_counts(engine, newcomers, rng.at("met"))
-        x, predictions = self.pseudo(state, engine, rng.at("prepare"))
-        for chunk in self.train_from_common(state, engine, newcomers, rng.at("train")):
-            distances = class_distances(engine.forward, chunk.answer.params, predictions, x)
-            labels[chunk.positions] = self.nearest(distances, chunk.clients, counts, engine, rng)
-        return labels
+    def member_step(self, state: CenterState, engine: Engine) -> tuple[ClientStep, dict[str, Tensor]]:
+        """Clients send their model, and under weak privacy their label counts."""
+        return (train_only if self.privacy == "strong" else train_and_count), {}
 
-    def _with_counts(self, state: MDICFLState, engine: Engine, cohort: Tensor, rng: Rng) -> MDICFLState:
-        """Under weak privacy, ask new clients for their label counts, and again those that did not answer."""
-        if self.privacy == "weak":
-            silent = cohort[(state.labels[cohort] >= 0) & (state.counts[cohort].sum(1) == 0)]
-            state = self.joined(state, engine, silent, rng.at("met again")) if len(silent) else state
-        unknown = cohort[state.labels[cohort] < 0]
-        return self.joined(state, engine, unknown, rng.at("met")) if len(unknown) else state
+    def weights_of(self, chunk: Chunk) -> Tensor:
+        """By samples where label counts are sent."""
+        counts = chunk.answer.get("counts")
+        if counts is None or self.weighting == "equal":
+            return torch.ones(len(chunk.clients), device=chunk.answer.params.device)
+        return counts.sum(1)
 
-    def joined(self, state: MDICFLState, engine: Engine, clients: Tensor, rng: Rng) -> MDICFLState:
-        """Under weak privacy a client sends its label counts, once."""
-        if self.privacy == "strong":
-            return state
-        known = state.counts if len(state.counts) == engine.num_clients else None
-        return replace(state, counts=self._asked_counts(engine, clients, rng, known))
+    def signs_classes(self, engine: Engine) -> bool:
+        """Under strong privacy nothing about classes leaves a client."""
+        return self.privacy == "weak" and super().signs_classes(engine)
 
-    def _asked_counts(self, engine: Engine, clients: Tensor, rng: Rng, known: Tensor | None = None) -> Tensor:
-        """Label counts of all clients [N, L], after asking `clients`; zeros where not known."""
-        if known is None:
-            known = torch.zeros(engine.num_clients, max(1, engine.task.num_classes), dtype=torch.int64)
-        counts = known.clone()
-        if self.privacy == "weak":
-            for chunk in engine.call(label_counts, clients, rng=rng):
-                counts[chunk.clients] = chunk.answer.counts.cpu()
-        return counts
-
-    def pseudo_data(self, state: MDICFLState, engine: Engine, rng: Rng, samples: int) -> Tensor:
+    def pseudo_data(self, state: CenterState, engine: Engine, rng: Rng, samples: int) -> Tensor:
         """Pseudo data of every center: [K, L, samples, ...]."""
         make = search if self.sampler == "search" else generate
         more = {} if self.iterations is None else {"iterations": self.iterations}
@@ -183,12 +155,7 @@ class MDICFL(CenterMethod[MDICFLState]):
             **more,
         )
 
-    def train_from(self, state: MDICFLState, engine: Engine, cohort: Tensor, rows: Tensor, rng: Rng) -> Iterator[Chunk]:
-        """Clients send nothing but models."""
-        table = torch.cat([state.centers, state.common.unsqueeze(0)])
-        return engine.call(train_only, cohort, models=table, refs=rows, work=self.work(engine), rng=rng)
-
-    def exhibits(self, state: MDICFLState, engine: Engine, rng: Rng) -> dict[str, NDArray[Any]]:
+    def exhibits(self, state: CenterState, engine: Engine, rng: Rng) -> dict[str, NDArray[Any]]:
         """Pseudo samples of the last centers (Fig. 7) and how models classify them (Figs. 5 and 6).
 
         `told` [K, K, L, L]: the mean prediction of center i on center j's samples of class k. `witness` [K, L, L]: that
@@ -210,7 +177,7 @@ class MDICFL(CenterMethod[MDICFLState]):
             found["witness"] = torch.stack(rows).float().cpu().numpy()
         return found
 
-    def _witnesses(self, state: MDICFLState, engine: Engine, rng: Rng) -> Tensor:
+    def _witnesses(self, state: CenterState, engine: Engine, rng: Rng) -> Tensor:
         """A fresh model per cluster, trained by its members from random weights: [K, P]."""
         drawn = [engine.task.draw(rng.at("model", k)) for k in range(self.num_clusters)]
         models = torch.stack(drawn).to(engine.device, engine.dtype)
@@ -223,6 +190,6 @@ class MDICFL(CenterMethod[MDICFLState]):
             models = sums.means(keep=models)
         return models
 
-    def personal(self, state: MDICFLState, clients: Tensor) -> Personal:
+    def personal(self, state: CenterState, clients: Tensor) -> Personal:
         """The center; under strong privacy the client computes its scores, and losses stay with it."""
         return replace(super().personal(state, clients), private=self.privacy == "strong")

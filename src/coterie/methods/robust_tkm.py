@@ -58,19 +58,24 @@ class RobustTKM(Averaging[TKMState]):
         """Every client trains alone; one trimmed k-means."""
         state = TKMState.common_start(engine, self.num_clusters)
         cut = task.layout.num_parameters
+        rows: list[Tensor] = []
 
         def train_alone(clients: Tensor) -> Iterator[Chunk]:
             return self._train_alone(state, engine, clients, rng.at("alone"))
 
-        def signature(chunk: Chunk) -> Tensor:
-            return compact(chunk.answer.params[:, :cut] - state.common[:cut], engine, Rng.seed(0).at("tkm"))
+        def collect(chunk: Chunk) -> None:
+            rows.append(compact(chunk.answer.params[:, :cut] - state.common[:cut], engine, Rng.seed(0).at("tkm")))
 
-        def cluster(rows: Tensor, keys: Tensor) -> KMeans:
-            trim, count = int(self.trim * len(rows)), min(self.num_clusters, len(rows))
-            return kmeans(rows, count, rng.at("k-means"), keys, self.restarts, trim=trim)
+        def cluster(answered: Tensor) -> KMeans:
+            trim, count = int(self.trim * len(answered)), min(self.num_clusters, len(answered))
+            keys = engine.keys[answered]
+            return kmeans(torch.cat(rows), count, rng.at("k-means"), keys, self.restarts, trim=trim)
 
         average = self.mean_of(self.num_clusters, engine, like=state.centers)
-        labels = cluster_models(train_alone, signature, cluster, average, engine)
+        found = cluster_models(train_alone, collect, cluster, average, engine, engine.everyone(), _equally)
+        labels = state.labels.clone()
+        if found is not None:
+            labels[found[0]] = found[1].labels
         centers = average.means(keep=state.centers)
         return replace(state, centers=centers, labels=labels, local_centers=centers.clone())
 
@@ -101,3 +106,7 @@ class RobustTKM(Averaging[TKMState]):
         longer = replace(work, epochs=work.epochs * self.pretrain, steps=steps)
         refs = torch.zeros(len(clients), dtype=torch.int64)
         return engine.call(train, clients, models=state.common.unsqueeze(0), refs=refs, work=longer, rng=rng)
+
+
+def _equally(chunk: Chunk) -> Tensor:
+    return torch.ones(len(chunk.clients), device=chunk.answer.params.device)

@@ -32,7 +32,8 @@ from coterie.engines.base import Chunk, Engine
 from coterie.errors import ConfigError
 from coterie.methods.fesem import FeSEM
 from coterie.methods.parts.centers import CenterState
-from coterie.methods.parts.clustering import CenterSums, Sketch, kmeans
+from coterie.methods.parts.clustering import CenterSums, kmeans
+from coterie.nets.sketch import Sketch
 from coterie.randomness import Rng
 from coterie.runs.experiment import Experiment
 from coterie.runs.metrics import METRICS, of_scores

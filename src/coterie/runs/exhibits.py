@@ -20,7 +20,7 @@ from coterie.client.steps import OWN_MODEL
 from coterie.data.federation import Federation
 from coterie.data.pictures import black_and_white, is_picture, picture, spread_evenly
 from coterie.engines.base import Chunk, Engine
-from coterie.methods.parts.clustering import fold
+from coterie.nets.sketch import fold
 from coterie.randomness import Rng, bits
 
 Arrays = dict[str, NDArray[Any]]

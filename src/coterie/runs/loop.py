@@ -79,6 +79,7 @@ class Trainer:
         self._show_took = 0.0
         self.sketches = Sketches(engine)
         self._set_attack()
+        engine.participation = schedule.participation
         engine.dropout, engine.dropout_rng = schedule.dropout, Rng.seed(schedule.seed).at("dropout")
 
     def run(self) -> None:
@@ -116,8 +117,7 @@ class Trainer:
         self.engine.begin(number, "round")
         self.welcome()
         before = self._padded(self.progress.labels[-1], -1)
-        size = max(1, round(self.schedule.participation * self.engine.num_clients))
-        cohort = self.engine.draw(rng.at("cohort"), size)
+        cohort = self.engine.draw(rng.at("cohort"), self.engine.cohort_size)
         # About twenty rounds and the last one are enough for a map of the models.
         is_mapped = number % max(1, self.schedule.rounds // _MAPPED) == 0 or number == self.schedule.rounds
         engine = listening(self.engine, self.sketches) if is_mapped else self.engine

@@ -133,12 +133,16 @@ class HeldModels:
 
 
 def add_answers(
-    average: Average, chunks: Iterable[Chunk], labels: Tensor, weighting: str = "equal", field: str = "params"
+    average: Average,
+    chunks: Iterable[Chunk],
+    labels: Tensor,
+    weights_of: Callable[[Chunk], Tensor] | None = None,
+    field: str = "params",
 ) -> Tensor:
     """Add the answers of clients to the clusters of their labels [N]; returns the ids of those who answered [n]."""
     answered = [labels.new_empty(0)]
     for chunk in chunks:
-        weights = samples_of(chunk) if weighting == "samples" else None
+        weights = None if weights_of is None else weights_of(chunk)
         average.add(chunk.answer[field], labels[chunk.clients], weights)
         answered.append(chunk.clients)
     return torch.cat(answered)
@@ -188,7 +192,8 @@ class Averaging(Algorithm[S]):
         A cluster without an answer keeps its row of `keep` [K, P].
         """
         average = self.mean_of(len(keep), engine, like=keep)
-        answered = add_answers(average, chunks, labels, weighting, field)
+        weights_of = samples_of if weighting == "samples" else None
+        answered = add_answers(average, chunks, labels, weights_of, field)
         return average.means(keep=keep), answered
 
     @property

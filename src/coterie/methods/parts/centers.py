@@ -1,42 +1,81 @@
 """What the iterative clustered methods share: settings, state, and the bookkeeping of a round.
 
 A method writes its own `start` and `round`: train, assign, average, as in its paper. `RoundUpdate` collects the chunks
-of a round and computes the next state; `parts/start.py` has the starts, `parts/guard.py` the repairs.
+of a round and computes the next state; `parts/start.py` has the starts and places new clients, `parts/guard.py` has
+the repairs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from coterie.client.steps import train
+from coterie.client.block import Block, Models
+from coterie.client.steps import Answer, ClientStep, client_step
 from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState, num_clusters_setting
 from coterie.methods.parts.averaging import Average, Averaging, samples_of
-from coterie.methods.parts.clustering import Sketch, sketch_of, squared_distances
+from coterie.nets.sketch import sketch_of
 from coterie.randomness import Rng
 from coterie.settings import setting
 
-WIDTH = 1024  # of the sketch of a client's first update
-REST = 2  # rounds between two repairs, so that the first can take effect
+REST = 2  # rounds between two repairs of a cluster, so that the first can take effect
+
+_WIDTH = 1024  # of the sketches of updates that the guard compares
+_RISE = 1.5  # a loss has risen if it is more than so many times the past one ...
+_SLACK = 0.1  # ... plus this share of the client's first loss
+
+
+# ---- the client's half ----
+
+
+@client_step("coterie.centers:train_member")
+def train_member(block: Block, models: Models, work: SGD, watch: Tensor | None = None) -> Answer:
+    """Train the model of the client's cluster; with `watch`, say whether the loss had risen before."""
+    return Answer(**watched(block, models, watch), params=block.train(models, work), samples=block.samples)
+
+
+def watched(block: Block, models: Models, watch: Tensor | None) -> dict[str, Tensor]:
+    """With `watch`: whether the loss of the sent model is far above the losses of its predecessors, `alarm` [c].
+
+    Only this bit leaves the client. It remembers its past loss and its first one, which gives the scale.
+    """
+    if watch is None:
+        return {}
+    held = block.evaluate(models, "valid")
+    loss, has = held["loss"], held["samples"] > 0  # [c]
+    if not bool(has.all()):
+        loss = torch.where(has, loss, block.losses(models))
+    first = block.memory.get("first loss", loss)
+    past = block.memory.get("past loss", torch.full_like(loss, torch.inf))
+    risen = loss > _RISE * past + _SLACK * first
+    block.memory.put("first loss", first)
+    block.memory.put("past loss", torch.where(risen | past.isinf(), loss, (past + loss) / 2))
+    return {"alarm": risen}
+
+
+# ---- state and settings ----
 
 
 @dataclass(frozen=True)
 class CenterState(ClusterState):
-    """The centers, and sketches of the clients' first updates."""
+    """The centers, the clients' signatures at the common model, and what the guard remembers."""
 
-    of_clients: ClassVar[tuple[str, ...]] = ("sketches", "moved")
+    of_clients: ClassVar[tuple[str, ...]] = ("signatures", "counts", "pending")
     stored_as: ClassVar[dict[str, str]] = {**ClusterState.stored_as, "repaired_in": "mended_in"}
 
-    sketches: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, D] first update from the common model
-    mean_samples: float = 0.0  # mean sample count of the clients in the start
-    repaired_in: int = -REST  # round of the last repair
-    moved: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [N] changed its label in a round
+    signatures: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, L, D]
+    counts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N, L]; all 0: no signature
+    pending: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [N] should choose a center anew
+    mean_samples: float = 0.0  # mean sample count of the clients
+    sent_in_rounds: int = 0  # models sent and received in rounds so far
+    sent_to_choose: int = 0  # models sent so far to clients that chose anew
+    repaired_in: int = -REST  # round of the last repair of a cluster
 
 
 C = TypeVar("C", bound=CenterState)
@@ -49,81 +88,104 @@ class CenterMethod(Averaging[C]):
     state_type: ClassVar[type[ClusterState]] = CenterState
 
     num_clusters: int = num_clusters_setting()
-    init: Literal["warm", "paper"] = setting("warm", "start from a clustering of first updates, or as in the paper")
-    guard: bool = setting(True, "repair empty and duplicate clusters during the run")
-    weighting: Literal["equal", "samples"] = setting("equal", "weight of a client in its cluster's mean")
-    restarts: int = setting(20, "random restarts of the first k-means", ge=1)
+    init: Literal["warm", "paper"] = setting("warm", "start from a clustering of signatures, or as in the paper")
+    signal: Literal["classes", "updates"] = setting(
+        "classes",
+        "what the start compares: gradients of the classes that two clients share, or the directions of their updates, "
+        "so that nothing about classes leaves a client",
+    )
+    guard: bool = setting(
+        True, "repair empty and duplicate clusters, and let clients choose anew when their loss has risen"
+    )
+    weighting: Literal["equal", "samples"] = setting("samples", "weight of a client in its cluster's mean")
+    restarts: int = setting(20, "random restarts of the first clustering", ge=1)
     warmup: int = setting(3, "rounds of plain averaging before the first clustering, with init=warm", ge=0)
 
     def empty_state(self, engine: Engine) -> C:
         """K copies of the common model; no client seen yet."""
-        width = min(WIDTH, engine.task.layout.num_parameters)
-        sketches = torch.zeros(engine.num_clients, width, dtype=engine.dtype, device=engine.device)
-        moved = torch.zeros(engine.num_clients, dtype=torch.bool)
-        more = {"sketches": sketches, "moved": moved}
-        state: C = self.state_type.common_start(engine, self.num_clusters, **more)  # type: ignore[assignment]
+        pending = torch.zeros(engine.num_clients, dtype=torch.bool)
+        state: C = self.state_type.common_start(engine, self.num_clusters, pending=pending)  # type: ignore[assignment]
         return state
 
     def work(self, engine: Engine) -> SGD:
         """The local work of this round."""
         return engine.task.work.at(engine.round)
 
+    def member_step(self, state: C, engine: Engine) -> tuple[ClientStep, dict[str, Tensor]]:
+        """What a client does with its center, and the payload of the call."""
+        return train_member, {}
+
     def train_from(self, state: C, engine: Engine, cohort: Tensor, rows: Tensor, rng: Rng) -> Iterator[Chunk]:
-        """Clients train from the given rows [C]: row k is center k, row K the common model."""
-        table = torch.cat([state.centers, state.common.unsqueeze(0)])
-        return engine.call(train, cohort, models=table, refs=rows, work=self.work(engine), rng=rng)
+        """Clients train from the given centers [C]; in a round with the guard, they watch their losses."""
+        step, payload = self.member_step(state, engine)
+        if self.watches_losses and engine.phase == "round":
+            payload = payload | {"watch": torch.ones(())}
+        return engine.call(
+            step, cohort, models=state.centers, refs=rows, payload=payload, work=self.work(engine), rng=rng
+        )
 
     def train(self, state: C, engine: Engine, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:
-        """Each client trains from its center, or from the common model if it is new."""
-        return self.train_from(state, engine, cohort, rows_of(state.labels[cohort], self.num_clusters), rng)
+        """Each client of the cohort that has a center trains from it."""
+        placed = cohort[state.labels[cohort] >= 0]
+        return self.train_from(state, engine, placed, state.labels[placed], rng)
 
-    def train_from_common(self, state: C, engine: Engine, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:
-        """All clients train from the common model."""
-        return self.train_from(state, engine, cohort, torch.full((len(cohort),), self.num_clusters), rng)
+    def train_common(self, state: C, engine: Engine, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:
+        """The clients of the cohort train from the common model."""
+        step, payload = self.member_step(state, engine)
+        models, refs = state.common.unsqueeze(0), torch.zeros(len(cohort), dtype=torch.int64)
+        return engine.call(step, cohort, models=models, refs=refs, payload=payload, work=self.work(engine), rng=rng)
+
+    def signs_classes(self, engine: Engine) -> bool:
+        """Whether clients sign by classes; otherwise by updates."""
+        return self.signal == "classes" and engine.task.num_classes > 0
 
     def signature(self, params: Tensor, state: C, engine: Engine) -> Tensor:
-        """What the first clustering compares, [c, P] -> [c, D]: by default the update from the common model."""
+        """What is compared of models trained from the common model, [c, P] -> [c, D]: by default the update."""
         return update_of(params, state, engine)
 
     def average(self, state: C, engine: Engine) -> Average:
         """How the members of a cluster become its center."""
         return self.mean_of(self.num_clusters, engine, like=state.centers)
 
-    def joined(self, state: C, engine: Engine, clients: Tensor, rng: Rng) -> C:
-        """The state after asking clients that are first seen for what the method needs to know of them."""
-        return state
+    def weights_of(self, chunk: Chunk) -> Tensor:
+        """The weight of each client of a chunk in its cluster's mean, [c]."""
+        samples = samples_of(chunk)
+        return samples if self.weighting == "samples" else torch.ones_like(samples)
 
     @property
-    def compares_first_models(self) -> bool:
-        """Whether all first models started from the same point, so that the guard may compare them."""
-        return True
+    def watches_losses(self) -> bool:
+        """Whether clients tell when their loss has risen, and then choose anew."""
+        return self.guard
+
+    def assign(self, state: C, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+        """A newcomer signs and joins the cluster of the nearest signatures; without those it chooses by loss."""
+        from coterie.methods.parts.start import find_clusters
+
+        return find_clusters(self, state, engine, newcomers, rng).labels
+
+
+# ---- a round ----
 
 
 class Watch:
-    """What the guard sees of a round: sketches of the updates, and the rows they started from."""
+    """What the guard sees of a round: sketches of the updates, and the centers they started from."""
 
     def __init__(self, engine: Engine, is_on: bool) -> None:
         self._size = engine.task.layout.num_parameters
-        self._sketch = sketch_of(self._size, WIDTH, Rng.seed(0).at("guard"), engine.device) if is_on else None
+        self._sketch = sketch_of(self._size, _WIDTH, Rng.seed(0).at("guard"), engine.device) if is_on else None
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, chunk: Chunk, started: Tensor, state: ClusterState) -> None:
-        """Add a chunk whose clients trained from rows `started` [c] of the table [centers, common model]."""
+        """Add a chunk whose clients trained from the centers `started` [c]."""
         if self._sketch is None:
             return
-        # New clients trained from the common model: their updates cannot be compared to the others'.
-        mine = (started < len(state.centers)).nonzero().flatten()
-        if not len(mine):
-            return
-        here = mine.to(state.centers.device)
-        params = chunk.answer.params if len(mine) == len(started) else chunk.answer.params[here]
         # Sketches are linear: the sketch of an update is the difference of two sketches.
-        update = self._sketch(params[:, : self._size])
-        update = update - self._sketch(state.centers[:, : self._size])[started[mine].to(here.device)]
-        self._parts.append((chunk.clients[mine], started[mine], update))
+        update = self._sketch(chunk.answer.params[:, : self._size])
+        update = update - self._sketch(state.centers[:, : self._size])[started.to(update.device)]
+        self._parts.append((chunk.clients, started, update))
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Clients [C], the rows they started from [C], sketches of their updates [C, D]."""
+        """Clients [C], the centers they started from [C], sketches of their updates [C, D]."""
         clients, started, updates = zip(*self._parts, strict=True)
         return torch.cat(clients), torch.cat(started), torch.cat(updates)
 
@@ -137,58 +199,60 @@ class RoundUpdate(Generic[C]):
     def __init__(self, method: CenterMethod[C], state: C, engine: Engine) -> None:
         self._method, self._state, self._engine = method, state, engine
         self._average = method.average(state, engine)
-        self._labels = state.labels.clone()
-        self._sketches: Tensor | None = None  # a copy, once a new client is seen
+        self._labels, self._pending = state.labels.clone(), state.pending.clone()
+        self.answered = torch.empty(0, dtype=torch.int64)
         self.watch = Watch(engine, method.guard)
 
     def add(self, chunk: Chunk, chosen: Tensor, started: Tensor | None = None) -> None:
         """Assign the clients of a chunk to clusters [c]; -1 keeps the old label.
 
-        `started` [c] are the centers they trained from, if they chose them themselves (IFCA).
+        `started` [c] are the centers they trained from, if they chose them themselves (IFCA). A client whose loss has
+        risen keeps its label for now, and does not move a center: its data may be of another kind.
         """
-        state, engine, clients = self._state, self._engine, chunk.clients
-        known = state.labels[clients] >= 0
-        if started is not None:
-            known = torch.ones_like(known)
-        elif not bool(known.all()):
-            self._remember(chunk, ~known)
-        chosen = torch.where(chosen < 0, state.labels[clients], chosen)
-        placed = chosen >= 0
-        self._labels[clients[placed]] = chosen[placed]
-        # A new client trained from the common model, which is rounds behind: it does not move a center yet.
-        moving = (known & placed).to(engine.device)
-        weights = samples_of(chunk) if self._method.weighting == "samples" else moving.to(engine.dtype)
-        self._average.add(chunk.answer.params, chosen.clamp_min(0), weights * moving)
-        rows = rows_of(state.labels[clients], len(state.centers)) if started is None else started
-        self.watch.add(chunk, rows, state)
+        state, clients = self._state, chunk.clients
+        before = state.labels[clients]
+        alarm = chunk.answer.get("alarm")
+        alarmed = torch.zeros(len(clients), dtype=torch.bool) if alarm is None else alarm.bool().cpu()
+        chosen = torch.where((chosen < 0) | alarmed, before, chosen)
+        self._labels[clients] = chosen
+        self._pending[clients] |= alarmed
+        weights = self._method.weights_of(chunk) * (~alarmed).to(self._engine.device)
+        self._average.add(chunk.answer.params, chosen.clamp_min(0), weights)
+        self.watch.add(chunk, before if started is None else started, state)
+        self.answered = torch.cat([self.answered, clients])
 
-    def _remember(self, chunk: Chunk, which: Tensor) -> None:
-        """Keep sketches of the first updates of these clients."""
-        if self._sketches is None:
-            self._sketches = self._state.sketches.clone()
-        where = which.nonzero().flatten()
-        update = update_of(chunk.answer.params[where.to(self._engine.device)], self._state, self._engine)
-        self._sketches[chunk.clients[where].to(self._engine.device)] = first_sketch(self._engine)(update)
-
-    def averaged(self) -> C:
-        """The state after the round: every center is the mean of its members."""
+    def averaged(self, **changes: Any) -> C:
+        """The state after the round: every center is the mean of its members. `changes` are fields of the method."""
         state = self._state
+        # A client that has moved may have other data now: its signature is of the past.
         moved = (state.labels >= 0) & (self._labels != state.labels)
-        if len(state.moved) == len(moved):
-            moved |= state.moved
-        sketches = state.sketches if self._sketches is None else self._sketches
-        centers = self._average.means(keep=state.centers)
-        return replace(state, centers=centers, labels=self._labels, moved=moved, sketches=sketches)
+        return replace(
+            without_signatures(state, moved | self._pending & ~state.pending),
+            centers=self._average.means(keep=state.centers),
+            labels=self._labels,
+            pending=self._pending,
+            sent_in_rounds=state.sent_in_rounds + 2 * len(self.answered),
+            **changes,
+        )
 
 
-def is_new(chunk: Chunk, state: ClusterState) -> Tensor:
-    """Which clients of a chunk have no cluster yet, bool [c]."""
-    return state.labels[chunk.clients] < 0
+def without_signatures(state: C, which: Tensor) -> C:
+    """The state without the signatures of these clients, bool [N]."""
+    if len(state.counts) != len(which) or not bool((which & has_signature(state)).any()):
+        return state
+    there = which.to(state.signatures.device)
+    return replace(
+        state,
+        signatures=state.signatures.masked_fill(there.reshape(-1, 1, 1), 0),
+        counts=state.counts.masked_fill(which.unsqueeze(1), 0),
+    )
 
 
-def rows_of(labels: Tensor, num_clusters: int) -> Tensor:
-    """Labels as rows of the table [centers, common model]; new clients get the last row."""
-    return torch.where(labels < 0, num_clusters, labels)
+def has_signature(state: CenterState) -> Tensor:
+    """Which clients have a signature, bool [N]."""
+    if len(state.signatures) != len(state.labels):
+        return torch.zeros(len(state.labels), dtype=torch.bool)
+    return (state.counts > 0).any(1)
 
 
 def update_of(params: Tensor, state: ClusterState, engine: Engine) -> Tensor:
@@ -196,28 +260,3 @@ def update_of(params: Tensor, state: ClusterState, engine: Engine) -> Tensor:
     cut = engine.task.layout.num_parameters
     update: Tensor = params[:, :cut] - state.common[:cut]
     return update
-
-
-def first_sketch(engine: Engine) -> Sketch:
-    """The sketch of first updates, the same in every run."""
-    return sketch_of(engine.task.layout.num_parameters, WIDTH, Rng.seed(0).at("first models"), engine.device)
-
-
-def first_model_distances(sketches: Tensor, state: CenterState) -> Tensor:
-    """Squared distances of sketched first updates [c, D] to the mean first update of each cluster: [c, K].
-
-    New clients train from the common model, as the members did in the start. The centers have moved since.
-    """
-    labels = state.labels[: len(state.sketches)].to(sketches.device)
-    member = torch.nn.functional.one_hot(labels.clamp_min(0), state.num_clusters).to(sketches.dtype)
-    member = member * ((labels >= 0) & (state.sketches != 0).any(1)).to(sketches.dtype).unsqueeze(1)
-    counts = member.sum(0)
-    means = member.T @ state.sketches / counts.clamp_min(1).unsqueeze(1)
-    distances = squared_distances(sketches, means)
-    return torch.where(counts > 0, distances, torch.inf)
-
-
-def nearest_by_first_models(chunk: Chunk, state: CenterState, engine: Engine) -> Tensor:
-    """The clusters whose members' first updates are nearest to those of a chunk's clients: labels [c]."""
-    sketches = first_sketch(engine)(update_of(chunk.answer.params, state, engine))
-    return first_model_distances(sketches, state).argmin(1).cpu()

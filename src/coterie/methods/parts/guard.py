@@ -1,9 +1,12 @@
-"""The guard: finds broken clusters after a round and repairs them.
+"""The guard: finds broken clusters and clients in the wrong cluster after a round, and repairs both.
+
+A client whose loss at its center has risen (its data may have changed), or whose signature did not tell its cluster
+clearly, gets all centers once and chooses the one with the lowest loss. This may cost at most a few percent of the
+models that the rounds have sent; clients beyond that wait.
 
 If a cluster is empty, or two centers are the same, the cluster whose members disagree most is split by 2-means on
-sketches of their updates, and the free center becomes the mean of one half. A client whose first model is clearly
-nearer to those of another cluster is moved there. Every repair is recorded with round and reason. The guard uses only
-what the server sees anyway (models and labels): neither true groups nor test data.
+sketches of their updates, and the free center becomes the mean of one half. Every repair is recorded with round and
+reason. The guard uses only what the server sees anyway: neither true groups nor test data.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from torch import Tensor
 from coterie.engines.base import Engine
 from coterie.methods.base import ClusterState, Repair
 from coterie.methods.parts.averaging import add_answers
-from coterie.methods.parts.centers import REST, C, CenterMethod, RoundUpdate, Watch, first_model_distances
+from coterie.methods.parts.centers import REST, C, CenterMethod, RoundUpdate, Watch, without_signatures
 from coterie.methods.parts.clustering import kmeans
+from coterie.methods.parts.start import choose_anew, enough_clients
 from coterie.randomness import Rng
 
 _SAME = 0.05  # centers closer than this share of a typical update are the same
-_CLEARLY = 0.7  # a client is moved only if another cluster is nearer by this factor (of the squared distance)
+_SHARE = 0.08  # of the models sent in rounds: so many may be sent to clients that choose anew
+_FIRST = 2  # the first round after which clients choose anew: before it, the centers hardly differ
 
 
 def guarded(method: CenterMethod[C], before: C, update: RoundUpdate[C], engine: Engine, rng: Rng) -> C:
@@ -29,28 +34,31 @@ def guarded(method: CenterMethod[C], before: C, update: RoundUpdate[C], engine: 
     after = update.averaged()
     if not method.guard:
         return after
-    after = repaired(method, before, after, engine, update.watch, rng)
-    return reassigned(after, engine) if method.compares_first_models else after
+    if method.watches_losses:
+        after = rechosen(after, engine, update.answered, rng.at("choose"))
+    return repaired(method, before, after, engine, update.watch, rng)
 
 
-def reassigned(state: C, engine: Engine) -> C:
-    """Move clients that the start put into a wrong cluster, and that stay there because they train from its center.
-
-    First models decide, since all started from the same point. A client that has changed its cluster in a round is
-    left alone: its data may have changed.
-    """
-    if len(state.sketches) != len(state.labels) or engine.round % 2:
+def rechosen(state: C, engine: Engine, answered: Tensor, rng: Rng) -> C:
+    """Let pending clients that took part in the round choose their cluster anew, by loss."""
+    waiting = answered[state.pending[answered]]
+    room = int(_SHARE * state.sent_in_rounds) - state.sent_to_choose
+    asked = waiting[engine.keys[waiting].argsort()][: max(0, room // state.num_clusters)]
+    if not len(asked) or engine.round < _FIRST or state.num_clusters < 2:
         return state
-    known = (state.labels >= 0) & ~state.moved & (state.sketches != 0).any(1).cpu()
-    distances = first_model_distances(state.sketches, state)  # [N, K]
-    own = distances.gather(1, state.labels.clamp_min(0).to(distances.device).unsqueeze(1))[:, 0]
-    best = distances.min(1)
-    wrong = known & (best.values < _CLEARLY * own).cpu()
-    if not bool(wrong.any()):
+    engine.begin(engine.round, "repair")
+    chosen = choose_anew(state, engine, asked, rng)
+    engine.begin(engine.round, "round")
+    labels, pending = state.labels.clone(), state.pending.clone()
+    moved = torch.zeros_like(pending)
+    moved[asked[chosen != labels[asked]]] = True
+    labels[asked], pending[asked] = chosen, False
+    sent = state.sent_to_choose + len(asked) * state.num_clusters
+    state = replace(without_signatures(state, moved), labels=labels, pending=pending, sent_to_choose=sent)
+    if not bool(moved.any()):
         return state
-    labels = torch.where(wrong, best.indices.cpu(), state.labels)
-    reason = f"{int(wrong.sum())} client(s) were nearer to another cluster by their first models, and moved there"
-    return _recorded(replace(state, labels=labels), None, reason, engine)
+    reason = f"{int(moved.sum())} of {len(asked)} client(s) that chose anew, by loss, moved to another cluster"
+    return _recorded(state, None, reason, engine)
 
 
 def repaired(method: CenterMethod[C], before: C, after: C, engine: Engine, watch: Watch, rng: Rng) -> C:
@@ -58,6 +66,8 @@ def repaired(method: CenterMethod[C], before: C, after: C, engine: Engine, watch
     if not watch or method.num_clusters < 2 or engine.round - after.repaired_in < REST:
         return after
     clients, started, updates = watch.result()
+    if int((after.labels >= 0).sum()) < enough_clients(method.num_clusters, engine.num_clients):
+        return after  # a cluster without members may have some that were not seen yet
     broken, reason = _find_broken(after, updates, engine)
     if broken is None:
         return after
@@ -75,7 +85,7 @@ def repaired(method: CenterMethod[C], before: C, after: C, engine: Engine, watch
     average = method.average(before, engine)
     engine.begin(engine.round, "repair")
     chunks = method.train_from(before, engine, members, rows, rng.at("train"))
-    answered = add_answers(average, chunks, labels, method.weighting)
+    answered = add_answers(average, chunks, labels, method.weights_of)
     engine.begin(engine.round, "round")
     if not bool((labels[answered] == broken).any()):
         return after  # no model for the free center

@@ -1,28 +1,42 @@
-"""The first state of a clustered method.
+"""The first state of a clustered method, and the place of clients that are seen later.
 
-`warm`: a few rounds of plain averaging give ONE common model. Every client trains once from it, and k-means with
-restarts clusters the results. From a model that has learnt something, updates show what kind of client they come
-from. From random weights they mostly show which labels a client has (rotated MNIST, alpha = 3: ARI of the first
-clustering 0.0 without warm-up, 1.0 after three rounds). `paper`: as in the method's paper.
+`warm`: a few rounds of plain averaging give ONE common model. Clients train once from it and sign at it (see
+`parts/signatures.py`), and their signatures are clustered. At a model that has learnt something, signatures show what
+kind a client is; at random weights they mostly show its labels. Every call asks one cohort. The start calls cohorts
+until it has seen enough clients to cluster; all others are placed when they are first seen. `paper`: as in the method's
+paper, where all clients take part; the calls are as large as a cohort.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from coterie.client.steps import choose, sign, signature_shape, train_and_sign
 from coterie.engines.base import Chunk, Engine
+from coterie.methods.parts import signatures
 from coterie.methods.parts.averaging import Average, fits_in_memory, samples_of
-from coterie.methods.parts.centers import C, CenterMethod, first_sketch, update_of
-from coterie.methods.parts.clustering import KMeans, kmeans, sketch_of, squared_distances
+from coterie.methods.parts.centers import C, CenterMethod, has_signature
+from coterie.methods.parts.clustering import kmeans
+from coterie.methods.parts.signatures import Clustering, Signatures
+from coterie.nets.sketch import sketch_of
 from coterie.randomness import Rng, uniform
 
 _WHOLE = 1 << 23  # up to so many numbers, models are clustered as they are; beyond it, sketches of them
 _WIDTH = 4096  # of these sketches
-_CLEARLY = 0.7  # an outlier belongs to its nearest cluster only if the next is farther by this factor
+_PER_CLUSTER, _LEAST = 10, 50  # clients to see before clustering: so many per cluster, and so many at least
+
+
+def enough_clients(num_clusters: int, num_clients: int) -> int:
+    """How many clients must have been seen before clusters can be judged."""
+    return min(num_clients, max(_PER_CLUSTER * num_clusters, _LEAST))
+
+
+# ---- starts ----
 
 
 def random_start(method: CenterMethod[C], state: C, engine: Engine, rng: Rng) -> C:
@@ -30,100 +44,256 @@ def random_start(method: CenterMethod[C], state: C, engine: Engine, rng: Rng) ->
     drawn = [engine.task.draw(rng.at("center", k)) for k in range(method.num_clusters)]
     luck = uniform(rng.at("labels").keys(engine.keys), 1)[:, 0]
     labels = (luck * method.num_clusters).long()
-    centers = torch.stack(drawn).to(engine.device, engine.dtype)
-    state = replace(state, centers=centers, labels=labels)
-    return method.joined(state, engine, engine.everyone(), rng.at("met"))
+    return replace(state, centers=torch.stack(drawn).to(engine.device, engine.dtype), labels=labels)
 
 
-def clustered_start(method: CenterMethod[C], state: C, engine: Engine, rng: Rng, warm_up: bool = True) -> C:
-    """Train every client once from the common model, cluster the signatures, and average each cluster."""
-    if warm_up:
-        state = warmed_up(method, state, engine, rng.at("warm-up"))
-    sketch, sketches, samples = first_sketch(engine), state.sketches.clone(), []
+def warm_start(method: CenterMethod[C], state: C, engine: Engine, rng: Rng) -> C:
+    """Average for a few rounds, let cohorts train once and sign, cluster the signatures, average each cluster."""
+    state = warmed_up(method, state, engine, rng.at("warm-up"))
+    luck = uniform(rng.at("order").keys(engine.keys), 1)[:, 0]
+    size = -(-enough_clients(method.num_clusters, engine.num_clients) // engine.cohort_size) * engine.cohort_size
+    clients = luck.argsort(stable=True)[:size]
+    kept = _Kept(method, state, engine)
 
-    def train(clients: Tensor) -> Iterator[Chunk]:
-        return method.train_from_common(state, engine, clients, rng.at("start"))
+    def train(cohort: Tensor) -> Iterator[Chunk]:
+        return kept.train(cohort, rng.at("start"))
 
-    def signature(chunk: Chunk) -> Tensor:
-        samples.append(samples_of(chunk))
-        sketches[chunk.clients.to(engine.device)] = sketch(update_of(chunk.answer.params, state, engine))
-        return compact(method.signature(chunk.answer.params, state, engine), engine, rng)
-
-    def cluster(rows: Tensor, keys: Tensor) -> KMeans:
-        trim, count = int(method.trimmed * len(rows)), min(method.num_clusters, len(rows))
-        found = kmeans(rows, count, rng.at("k-means"), keys, method.restarts, trim=trim)
-        return with_outliers_spread(found, rows, keys) if trim else found
+    def cluster(answered: Tensor) -> Clustering:
+        count, trim = min(method.num_clusters, len(answered)), int(method.trimmed * len(answered))
+        found = Signatures.of(kept.rows[answered.to(engine.device)], kept.counts[answered])
+        keys = engine.keys[answered]
+        return signatures.cluster(found, count, rng.at("clusters"), keys, method.restarts, trim)
 
     average = method.average(state, engine)
-    labels = cluster_models(train, signature, cluster, average, engine, method.weighting)
-    if not samples:  # nobody answered
+    found = cluster_models(train, kept.add, cluster, average, engine, clients, method.weights_of)
+    if found is None:  # nobody answered
         return random_start(method, state, engine, rng)
+    answered, clustering = found
+    labels, pending = state.labels.clone(), state.pending.clone()
+    labels[answered], pending[answered] = clustering.labels, clustering.in_doubt
+    return replace(
+        state,
+        centers=average.means(keep=state.centers),
+        labels=labels,
+        pending=pending,
+        mean_samples=kept.mean_samples,
+        signatures=kept.rows,
+        counts=kept.counts,
+    )
+
+
+def first_models_start(method: CenterMethod[C], state: C, engine: Engine, rng: Rng) -> C:
+    """Every client trains once from the initial weights; k-means of the models (FeSEM, section 6.1.4)."""
+    rows, samples = [], []
+
+    def train(cohort: Tensor) -> Iterator[Chunk]:
+        return method.train_common(state, engine, cohort, rng.at("start"))
+
+    def collect(chunk: Chunk) -> None:
+        samples.append(samples_of(chunk))
+        rows.append(compact(method.signature(chunk.answer.params, state, engine), engine, rng))
+
+    def cluster(answered: Tensor) -> Clusters:
+        trim, count = int(method.trimmed * len(answered)), min(method.num_clusters, len(answered))
+        return kmeans(torch.cat(rows), count, rng.at("k-means"), engine.keys[answered], method.restarts, trim=trim)
+
+    average = method.average(state, engine)
+    found = cluster_models(train, collect, cluster, average, engine, engine.everyone(), method.weights_of)
+    if found is None:
+        return random_start(method, state, engine, rng)
+    labels = state.labels.clone()
+    labels[found[0]] = found[1].labels
     mean_samples = float(torch.cat(samples).double().mean())
-    centers = average.means(keep=state.centers)
-    state = replace(state, centers=centers, labels=labels, mean_samples=mean_samples, sketches=sketches)
-    return method.joined(state, engine, (labels >= 0).nonzero().flatten(), rng.at("met"))
+    return replace(state, centers=average.means(keep=state.centers), labels=labels, mean_samples=mean_samples)
 
 
 def warmed_up(method: CenterMethod[C], state: C, engine: Engine, rng: Rng) -> C:
-    """The state whose common model is the mean after `warmup` rounds of plain averaging."""
+    """The state whose common model is the mean after `warmup` rounds of plain averaging over cohorts."""
     one_cluster = torch.zeros_like(state.labels)
-    for number in range(method.warmup if method.init == "warm" else 0):
-        chunks = method.train_from_common(state, engine, engine.everyone(), rng.at(number))
+    for number in range(method.warmup):
+        cohort = engine.draw(rng.at("cohort", number), engine.cohort_size)
+        chunks = method.train_common(state, engine, cohort, rng.at(number))
         means, _ = method.averaged(chunks, one_cluster, state.common.unsqueeze(0), engine, weighting="samples")
         state = replace(state, common=means[0])
     return replace(state, centers=state.common.repeat(method.num_clusters, 1))
 
 
+class Clusters(Protocol):
+    """A clustering of n clients."""
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 [n]."""
+
+    @property
+    def outliers(self) -> Tensor:
+        """bool [n]: they get a label but move no center."""
+
+
 def cluster_models(
     train: Callable[[Tensor], Iterator[Chunk]],
-    signature: Callable[[Chunk], Tensor],
-    cluster: Callable[[Tensor, Tensor], KMeans],
+    collect: Callable[[Chunk], None],
+    cluster: Callable[[Tensor], Clustering | Clusters],
     average: Average,
     engine: Engine,
-    weighting: str = "equal",
-) -> Tensor:
-    """Train all clients, cluster their signatures (rows [n, D] with keys [n]), and add the models to `average`.
+    clients: Tensor,
+    weights_of: Callable[[Chunk], Tensor],
+) -> tuple[Tensor, Clustering] | None:
+    """Train clients cohort by cohort, cluster those who answered, and add their models to `average`.
 
-    Returns labels [N]; -1 where a client did not answer. Outliers get a label but move no center.
+    `collect` gets each chunk; `cluster` the ids of those who answered [n], in the order of the chunks. Returns the ids
+    and the clustering; None if nobody answered.
     """
-    fits = fits_in_memory(engine.num_clients, engine)
-    rows, kept, answered = [], [], []
-    for chunk in train(engine.everyone()):
-        rows.append(signature(chunk))
-        answered.append(chunk.clients)
-        kept += [chunk] if fits else []
-    labels = torch.full((engine.num_clients,), -1, dtype=torch.int64)
+    fits = fits_in_memory(len(clients), engine)
+    kept, answered = [], []
+    for cohort in engine.cohorts(clients):
+        for chunk in train(cohort):
+            collect(chunk)
+            answered.append(chunk.clients)
+            kept += [chunk] if fits else []
     if not answered:
-        return labels
-    clients = torch.cat(answered)
-    found = cluster(torch.cat(rows), engine.keys[clients])
-    labels[clients] = found.labels
-    inside = torch.zeros(engine.num_clients, dtype=torch.float64).index_copy(0, clients, (~found.outliers).double())
+        return None
+    who = torch.cat(answered)
+    found = cluster(who)
+    labels = torch.zeros(engine.num_clients, dtype=torch.int64).index_copy(0, who, found.labels)
+    inside = torch.zeros(engine.num_clients, dtype=torch.float64).index_copy(0, who, (~found.outliers).double())
     # Models that do not fit are trained again: randomness is a hash, so the same models come back.
-    for chunk in kept if fits else train(clients):
-        weights = samples_of(chunk).cpu() if weighting == "samples" else 1
-        average.add(chunk.answer.params, labels[chunk.clients], inside[chunk.clients] * weights)
-    return labels
+    again = kept if fits else (chunk for cohort in engine.cohorts(who) for chunk in train(cohort))
+    for chunk in again:
+        weights = weights_of(chunk)
+        average.add(chunk.answer.params, labels[chunk.clients], weights * inside[chunk.clients].to(weights.device))
+    in_doubt = found.in_doubt if isinstance(found, Clustering) else torch.zeros_like(found.outliers)
+    return who, Clustering(found.labels, found.outliers, in_doubt)
 
 
 def compact(rows: Tensor, engine: Engine, rng: Rng) -> Tensor:
-    """Sketches of signatures [c, D] if those of all clients are many numbers: they lose little, and k-means is fast."""
+    """Sketches of models [c, D] if those of all clients are many numbers: they lose little, and k-means is fast."""
     if engine.num_clients * rows.shape[1] <= _WHOLE:
         return rows
     return sketch_of(rows.shape[1], _WIDTH, rng, engine.device)(rows)
 
 
-def with_outliers_spread(found: KMeans, rows: Tensor, keys: Tensor) -> KMeans:
-    """Spread outliers that are near no cluster evenly over all clusters.
+# ---- signatures ----
 
-    They may be attackers. All are about equally far from every center, so one center is the nearest to most of them
-    by a little, and there they would be too many for a robust mean.
+
+class _Kept:
+    """The signatures of the clients that were called, and their mean sample count."""
+
+    def __init__(self, method: CenterMethod[C], state: C, engine: Engine) -> None:
+        self._method, self._state, self._engine = method, state, engine
+        shape = _shape(method, state, engine)
+        self.rows = torch.zeros(engine.num_clients, *shape, dtype=engine.dtype, device=engine.device)
+        self.counts = torch.zeros(engine.num_clients, shape[0], dtype=torch.int64)
+        self._samples: list[Tensor] = []
+
+    def train(self, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:
+        """Train from the common model and sign at it."""
+        state, engine = self._state, self._engine
+        if not self._method.signs_classes(engine):
+            return self._method.train_common(state, engine, cohort, rng)
+        work, refs = self._method.work(engine), torch.zeros(len(cohort), dtype=torch.int64)
+        return engine.call(train_and_sign, cohort, models=state.common.unsqueeze(0), refs=refs, work=work, rng=rng)
+
+    def add(self, chunk: Chunk) -> None:
+        """Keep the signatures of a chunk."""
+        self._samples.append(samples_of(chunk))
+        rows, counts = signatures_in(chunk, self._method, self._state, self._engine)
+        self.rows[chunk.clients.to(self.rows.device)], self.counts[chunk.clients] = rows, counts
+
+    @property
+    def mean_samples(self) -> float:
+        """Over the clients that answered."""
+        return float(torch.cat(self._samples).double().mean())
+
+
+def _shape(method: CenterMethod[C], state: C, engine: Engine) -> tuple[int, int]:
+    """Rows and width of a signature."""
+    if method.signs_classes(engine):
+        return signature_shape(engine.task)
+    size = method.signature(state.common.unsqueeze(0), state, engine).shape[1]
+    return 1, min(_WIDTH, size)
+
+
+def signatures_in(chunk: Chunk, method: CenterMethod[C], state: C, engine: Engine) -> tuple[Tensor, Tensor]:
+    """The signatures [c, L, D] and counts [c, L] in the answers of a chunk."""
+    if "signature" in chunk.answer:
+        return chunk.answer.signature, chunk.answer.counts.cpu()
+    update = method.signature(chunk.answer.params, state, engine)
+    rows = sketch_of(update.shape[1], _WIDTH, Rng.seed(0).at("first models"), engine.device)(update)
+    # Of length one: the length of an update depends on the number of steps.
+    return torch.nn.functional.normalize(rows, dim=1).unsqueeze(1), torch.ones(len(rows), 1, dtype=torch.int64)
+
+
+# ---- clients seen later ----
+
+
+@dataclass(frozen=True)
+class Found:
+    """The clusters of clients that were not in the start."""
+
+    labels: Tensor  # int64 [n]; -1: did not answer
+    in_doubt: Tensor  # bool [n]
+    signatures: Tensor | None = None  # [n, L, D]; None: they chose by loss
+    counts: Tensor | None = None  # [n, L]
+
+
+def placed(method: CenterMethod[C], state: C, engine: Engine, cohort: Tensor, rng: Rng) -> C:
+    """The state in which the new clients of a cohort have a cluster; one that does not answer has none."""
+    new = cohort[state.labels[cohort] < 0]
+    if not len(new):
+        return state
+    found = find_clusters(method, state, engine, new, rng.at("place"))
+    labels, pending = state.labels.clone(), state.pending.clone()
+    labels[new], pending[new] = found.labels, found.in_doubt
+    state = replace(state, labels=labels, pending=pending)
+    if found.signatures is None or found.counts is None or len(state.signatures) != len(labels):
+        return state
+    rows, counts = state.signatures.clone(), state.counts.clone()
+    rows[new.to(rows.device)], counts[new] = found.signatures, found.counts
+    return replace(state, signatures=rows, counts=counts)
+
+
+def find_clusters(method: CenterMethod[C], state: C, engine: Engine, clients: Tensor, rng: Rng) -> Found:
+    """The clusters of clients that were not in the start: by signature, or by loss where signatures do not tell.
+
+    Signatures tell if every cluster with members has one that still holds.
     """
-    outliers = found.outliers.nonzero().flatten()
-    if len(found.centers) < 2:
-        return found
-    least = squared_distances(rows[outliers.to(rows.device)], found.centers).topk(2, dim=1, largest=False).values
-    lost = outliers[(least[:, 0] > _CLEARLY * least[:, 1]).cpu()]
-    labels = found.labels.clone()
-    labels[lost[keys[lost].argsort()]] = torch.arange(len(lost)) % len(found.centers)
-    return replace(found, labels=labels)
+    known = has_signature(state)
+    labels = torch.full((len(clients),), -1, dtype=torch.int64)
+    doubt = torch.zeros(len(clients), dtype=torch.bool)
+    with_members = state.labels[state.labels >= 0].unique()
+    if not len(with_members) or len(state.labels[known].unique()) < len(with_members):
+        return Found(_chosen_by_loss(state, engine, clients, rng), doubt)
+    members = Signatures.of(state.signatures[known.to(state.signatures.device)], state.counts[known])
+    rows = state.signatures.new_zeros(len(clients), *state.signatures.shape[1:])
+    counts = torch.zeros(len(clients), state.counts.shape[1], dtype=torch.int64)
+    for chunk in _sign(method, state, engine, clients, rng):
+        own, held = signatures_in(chunk, method, state, engine)
+        where = chunk.positions
+        rows[where.to(rows.device)], counts[where] = own.to(rows), held
+        new = Signatures(own, held.to(own))
+        labels[where], doubt[where] = signatures.nearest(new, members, state.labels[known], state.num_clusters)
+    return Found(labels, doubt, rows, counts)
+
+
+def _sign(method: CenterMethod[C], state: C, engine: Engine, clients: Tensor, rng: Rng) -> Iterator[Chunk]:
+    """Clients sign at the common model; by updates, they train from it."""
+    if not method.signs_classes(engine):
+        return method.train_common(state, engine, clients, rng)
+    refs = torch.zeros(len(clients), dtype=torch.int64)
+    return engine.call(sign, clients, models=state.common.unsqueeze(0), refs=refs, rng=rng)
+
+
+def _chosen_by_loss(state: C, engine: Engine, clients: Tensor, rng: Rng) -> Tensor:
+    """Clients get all centers and choose the one with the lowest loss: [n]; -1 where a client did not answer."""
+    labels = torch.full((len(clients),), -1, dtype=torch.int64)
+    refs = torch.arange(state.num_clusters).expand(len(clients), -1)
+    for chunk in engine.call(choose, clients, models=state.centers, refs=refs, rng=rng):
+        labels[chunk.positions] = chunk.answer.choice.cpu()
+    return labels
+
+
+def choose_anew(state: C, engine: Engine, clients: Tensor, rng: Rng) -> Tensor:
+    """The clusters [n] that clients choose by loss; those that do not answer keep theirs."""
+    found = _chosen_by_loss(state, engine, clients, rng)
+    return torch.where(found < 0, state.labels[clients], found)
