@@ -169,10 +169,13 @@ def parse_value(text: str) -> Any:
 
 
 def _coerce(kind: Any, value: Any) -> Any:
-    """Integers become floats where a float is expected; lists become tuples."""
+    """Integers become floats where a float is expected; lists become tuples, and so does a single entry of one."""
     if isinstance(value, list):
         return tuple(value)
     members = _members(kind)
+    entries = [typing.get_args(member)[0] for member in members if typing.get_origin(member) is tuple]
+    if any(_is_one(entry, value) for entry in entries) and not _is_of(kind, value):
+        return (value,)
     if isinstance(value, int) and not isinstance(value, bool) and float in members and int not in members:
         return float(value)
     return value
