@@ -61,11 +61,14 @@ class ClientShare:
     group: int
     train: Tensor  # int64 rows
     test: Tensor | int  # rows held out for this client, or the group whose test rows are shared
+    kind: int | None = None  # clients of one kind may be tested on each other's held-out rows; by default the group
 
     @property
     def test_set(self) -> tuple[str, int]:
-        """The name of the test rows of this client's group."""
-        return ("of dataset", self.test) if isinstance(self.test, int) else ("held out", self.group)
+        """The name of the test rows of this client's kind."""
+        if isinstance(self.test, int):
+            return "of dataset", self.test
+        return "held out", self.group if self.kind is None else self.kind
 
 
 Partitioner = Callable[["Partition"], list[ClientShare]]
@@ -245,7 +248,7 @@ class Partition:
         return Split.of(tests, torch.tensor(shard))
 
     def _test_sets(self, shares: list[ClientShare]) -> dict[tuple[str, int], Tensor]:
-        """The test rows of each group: the dataset's, or those held out for the clients of the group."""
+        """The test rows of each kind: the dataset's, or those held out for all its clients."""
         found: dict[tuple[str, int], list[Tensor]] = {}
         for share in shares:
             rows = found.setdefault(share.test_set, [])
