@@ -43,6 +43,7 @@ def test_the_size_follows_the_clients_own():
     # 0.2 of 100 is 20, beside 80 training samples.
     assert like_size(80, 0.2, 1000) == 20
     assert like_size(100, 0.5, 1000) == 100
+    assert like_size(718, 0.2, 1000) == 180  # 179.4999... in floating point
     assert like_size(1, 0.2, 1000) == 10
     assert like_size(1, 0.2, 7) == 7
     assert like_size(10_000, 0.2, 1000) == 1000

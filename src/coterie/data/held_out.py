@@ -43,7 +43,8 @@ def like_size(held: int, share: float, pool: int) -> int:
     >>> like_size(80, 0.2, 1000), like_size(8, 0.2, 1000), like_size(8000, 0.2, 1000)
     (20, 10, 1000)
     """
-    return min(max(round(held * share / (1 - share)), FEWEST), pool)
+    # 718 * 0.2 / 0.8 is 179.4999...: halves are rounded up all the same.
+    return min(max(int(held * share / (1 - share) + 0.5 + 1e-9), FEWEST), pool)
 
 
 @dataclass(frozen=True)

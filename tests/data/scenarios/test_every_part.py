@@ -201,7 +201,7 @@ def test_like_tests_follow_the_labels_that_the_client_sees_in_every_round(name, 
     for client in range(CLIENTS):
         held, tests = rows_of(federation, client)
         whole = kind.test.rows(client)
-        assert len(tests) == min(max(round(len(held) * share / (1 - share)), 10), len(whole))
+        assert abs(len(tests) - min(max(len(held) * share / (1 - share), 10), len(whole))) < 0.51
         assert set(tests.tolist()) <= set(whole.tolist())
     for now in (federation, federation.at(1000)):
         held, tests = now.label_counts("train", "valid").double(), now.label_counts("test").double()
