@@ -96,6 +96,19 @@ def test_json_has_the_numbers_of_a_file(show: Command, own_file: Path):
     assert found["label_skew"] == pytest.approx((1 + 2 + cy) / 3)
 
 
+def test_the_test_samples_are_shown(show: Command):
+    found = show("rotated-digits", "--clients", 8, "--json").json
+    assert found["tests_per_client"] == {"min": 360, "median": 360.0, "max": 360}
+    assert found["test_sets"] == 4
+    found = show("rotated-digits", "--clients", 8, "--set", "scenario.tests=like", "--json").json
+    # 1,437 training samples for two clients: 719 or 718, and a quarter of them for testing.
+    assert found["tests_per_client"] == {"min": 180, "median": 180.0, "max": 180}
+    assert found["test_sets"] == 8
+    assert "4 test set(s), shared by clients" in show("rotated-digits", "--clients", 8).out
+    own = show("rotated-digits", "--clients", 8, "--set", "scenario.tests=own").out
+    assert "each client has its own test set" in own
+
+
 def test_the_pictures_and_the_page_are_written_where_they_are_said_to_be(show: Command, own_file: Path):
     found = show(own_file, "--json").json
     assert found["files"] == {

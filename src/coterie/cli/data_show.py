@@ -67,7 +67,7 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
     counts = federation.label_counts("train", "valid").numpy()  # [N, L]
     splits = {name: federation.split(name) for name in SPLITS}
     sizes = {name: split.sizes.tolist() for name, split in splits.items()}
-    own = np.add(sizes["train"], sizes["valid"])
+    own, tests = np.add(sizes["train"], sizes["valid"]), np.array(sizes["test"])
     member = None if federation.groups is None else federation.groups.numpy()
     assert experiment.scenario is not None
     return {
@@ -87,6 +87,8 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
             for k, name in federation.group_names().items()
         ],
         "samples_per_client": {"min": int(own.min()), "median": float(np.median(own)), "max": int(own.max())},
+        "tests_per_client": {"min": int(tests.min()), "median": float(np.median(tests)), "max": int(tests.max())},
+        "test_sets": len(splits["test"].shard.unique()),
         "label_skew": float(plots.classes_that_hold(counts).mean()) if federation.num_classes else None,
         "moves": [move.round for move in federation.moves],
         "digest": federation.digest(),
@@ -117,6 +119,12 @@ def _rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("true groups", "none" if groups is None else f"{len(groups)}: {', '.join(named)}{more}"),
         ("samples per client", "min {min:,}  median {median:,g}  max {max:,}  (train + valid)".format(**each)),
     ]
+    shared = found["test_sets"] < found["clients"]
+    sets = f"{found['test_sets']:,} test set(s), shared by clients" if shared else "each client has its own test set"
+    rows.append(
+        ("tests per client", "min {min:,}  median {median:,g}  max {max:,}".format(**found["tests_per_client"]))
+    )
+    rows.append(("test sets", sets))
     if found["label_skew"] is not None:
         rows.append(("label skew", f"{found['label_skew']:.2f} classes hold 80 % of a client's samples, on average"))
     if found["moves"]:

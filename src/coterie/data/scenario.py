@@ -8,7 +8,7 @@ The parts are in `scenarios/`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from coterie.data.dataset import Dataset, import_all
 from coterie.data.federation import Federation, Move, Split, cut
+from coterie.data.held_out import Pool, draw_like, fill_empty, label_counts, own_size, round_shares
 from coterie.data.transforms import View
 from coterie.errors import ConfigError, DataError, UnknownName
 from coterie.randomness import Rng, name_keys, uniform
@@ -39,12 +40,14 @@ class Common:
     min_samples: int | None = setting(
         None, "minimum samples per client; users of the dataset with fewer are left out", ge=1
     )
-    tests: Literal["kind", "own"] | None = setting(
+    tests: Literal["kind", "own", "like"] | None = setting(
         None,
-        "test samples: the whole test set of the client's group, or a share of its own; by default set by the scenario",
+        "test samples: 'kind': the whole test set of the client's group; 'own': a share of its own samples; "
+        "'like': drawn from the test set of its group with the client's label proportions; "
+        "by default set by the scenario",
     )
     test: float = setting(
-        0.2, "share of a client's samples held out for testing, if its test samples are its own", gt=0, lt=1
+        0.2, "share of a client's samples that are for testing, with tests of its own or drawn like its own", gt=0, lt=1
     )
     valid: float = setting(0.1, "share of a client's training samples held out for validation", ge=0, lt=1)
     reserve: int = setting(0, "samples per class that only the server holds (indicator samples)", ge=0)
@@ -57,7 +60,15 @@ class ClientShare:
     name: str
     group: int
     train: Tensor  # int64 rows
-    test: Tensor | int  # rows, or the group whose test rows are shared
+    test: Tensor | int  # rows held out for this client, or the group whose test rows are shared
+    kind: int | None = None  # clients of one kind may be tested on each other's held-out rows; by default the group
+
+    @property
+    def test_set(self) -> tuple[str, int]:
+        """The name of the test rows of this client's kind."""
+        if isinstance(self.test, int):
+            return "of dataset", self.test
+        return "held out", self.group if self.kind is None else self.kind
 
 
 Partitioner = Callable[["Partition"], list[ClientShare]]
@@ -119,6 +130,24 @@ class Partition:
             train, test = train[domain[train] == group], test[domain[test] == group]
         return self.free(train), test
 
+    def own_pool(self, group: int) -> tuple[Tensor, Tensor]:
+        """Rows of a group for training and for testing if clients are tested on their own samples.
+
+        The seed alone decides which rows are for testing, before groups and clients: a sample that one group is
+        tested on is trained on by no group, whatever their views.
+        """
+        rows = self.rng.at("own tests").permutation(len(self.dataset))
+        if self.by_domain:
+            assert self.dataset.group is not None
+            rows = rows[torch.from_numpy(self.dataset.group)[rows] == group]
+        train, test = cut(self.free(rows), self.common.test)
+        if not len(test):
+            raise DataError(
+                f"{len(train)} samples of {self.dataset.name} leave none for testing; "
+                "use a larger scenario.test or scenario.tests=kind."
+            )
+        return train.sort().values, test.sort().values
+
     def free(self, rows: Tensor) -> Tensor:
         """The rows that are not reserved for the server."""
         return rows if self.reserved is None else rows[~torch.isin(rows, self.reserved)]
@@ -158,9 +187,6 @@ class Partition:
         shares = (self.partitioner or partition_by_settings)(self)
         train: list[Tensor] = []
         held: list[Tensor] = []
-        tests: list[Tensor] = []
-        test_shard: list[int] = []
-        shared: dict[int, int] = {}
         for share in shares:
             if not len(share.train):
                 raise DataError(
@@ -169,14 +195,6 @@ class Partition:
             own, middle = cut(share.train, self.common.valid)
             train.append(own)
             held.append(middle)
-            if isinstance(share.test, int):
-                if share.test not in shared:
-                    shared[share.test] = len(tests)
-                    tests.append(self.pool(share.test)[1])
-                test_shard.append(shared[share.test])
-            else:
-                test_shard.append(len(tests))
-                tests.append(share.test)
         names = tuple(share.name for share in shares)
         groups = torch.tensor([share.group for share in shares])
         view = groups if len(self.views) > 1 else torch.zeros_like(groups)
@@ -188,7 +206,7 @@ class Partition:
             num_classes=self.dataset.num_classes,
             train=Split.of(train),
             valid=Split.of(held),
-            test=Split.of(tests, torch.tensor(test_shard)),
+            test=self._tests(shares),
             names=names,
             keys=keys,
             views=tuple(self.views),
@@ -201,6 +219,49 @@ class Partition:
             reserved_view=self._reserved_views(),
             repeats=self.repeats,
         ).validate()
+
+    def _tests(self, shares: list[ClientShare]) -> Split:
+        """The test shards, by the setting `tests`; clients with the same test set share a shard."""
+        rule, sets = self.common.tests, self._test_sets(shares)
+        if rule == "like":
+            pools = {key: Pool.of(self.dataset, rows, self.rng.at("pool", *key)) for key, rows in sets.items()}
+            return Split.of([self._like(share, pools[share.test_set]) for share in shares])
+        tests: list[Tensor] = []
+        shard: list[int] = []
+        places: dict[tuple[str, int], int] = {}
+        for share in shares:
+            if rule == "kind" or isinstance(share.test, int):
+                if rule == "own":
+                    raise ConfigError("This scenario holds out no samples of clients; use scenario.tests=kind or like.")
+                if share.test_set not in places:
+                    places[share.test_set] = len(tests)
+                    tests.append(sets[share.test_set])
+                shard.append(places[share.test_set])
+                continue
+            if rule == "own" and not len(share.test):
+                raise DataError(
+                    f"Client '{share.name}' of {self.dataset.name} has no test samples of its own; "
+                    "use scenario.tests=kind."
+                )
+            shard.append(len(tests))
+            tests.append(share.test)
+        return Split.of(tests, torch.tensor(shard))
+
+    def _test_sets(self, shares: list[ClientShare]) -> dict[tuple[str, int], Tensor]:
+        """The test rows of each kind: the dataset's, or those held out for all its clients."""
+        found: dict[tuple[str, int], list[Tensor]] = {}
+        for share in shares:
+            rows = found.setdefault(share.test_set, [])
+            if not isinstance(share.test, int):
+                rows.append(share.test)
+            elif not rows:
+                rows.append(self.pool(share.test)[1])
+        return {key: rows[0] if len(rows) == 1 else torch.cat(rows).sort().values for key, rows in found.items()}
+
+    def _like(self, share: ClientShare, pool: Pool) -> Tensor:
+        """Test rows of the pool with the label proportions of a client."""
+        point = self.rng.at("like", share.name)
+        return draw_like(self.dataset, share.name, share.train, pool, self.common.test, point)
 
     def _reserved_views(self) -> Tensor | None:
         """Reserved samples represent all groups: each is seen through the view of a random group."""
@@ -232,23 +293,44 @@ def partition_by_settings(partition: Partition) -> list[ClientShare]:
     groups = partition.client_groups()
     found = []
     for group, name in enumerate(partition.group_names):
-        train, test = partition.pool(group)
-        own_tests = partition.common.tests == "own"
-        rows = torch.cat([train, partition.free(test)]) if own_tests else train
-        shares = split_rows(partition, rows, groups.count(group), partition.rng.at("deal", group))
-        if own_tests and partition.repeats:
-            raise ConfigError(
-                "Clients draw their samples independently, so one may be tested on what another trains on; "
-                "use scenario.tests=kind or scenario.sense=shares."
-            )
-        for number, rows in enumerate(shares):
-            client = f"{name}-{number:03d}"
-            if own_tests:
-                mine, kept = cut_own_tests(rows, partition.common.test)
-                found.append(ClientShare(client, group, mine, kept))
-            else:
-                found.append(ClientShare(client, group, rows, group))
+        members, point = groups.count(group), partition.rng.at("deal", group)
+        if partition.common.tests == "own":
+            train, test = split_with_tests(partition, group, members, point)
+            found += [
+                ClientShare(f"{name}-{number:03d}", group, mine, kept)
+                for number, (mine, kept) in enumerate(zip(train, test, strict=True))
+            ]
+        else:
+            shares = split_rows(partition, partition.pool(group)[0], members, point)
+            found += [ClientShare(f"{name}-{number:03d}", group, rows, group) for number, rows in enumerate(shares)]
     return found
+
+
+def split_with_tests(partition: Partition, group: int, members: int, rng: Rng) -> tuple[list[Tensor], list[Tensor]]:
+    """Divide the training and the test rows of a group by the same rule.
+
+    Both use the same point of randomness, so that a client has the same label vector, or the same share of each
+    class, in both. `samples` and `min_samples` count training and test samples together.
+    """
+    common = partition.common
+    train, test = partition.own_pool(group)
+    if common.alpha is not None and common.sense != "shares":
+        known, tested = (label_counts(partition.dataset, rows) > 0 for rows in (train, test))
+        apart = (known != tested).nonzero().flatten().tolist()
+        if apart:
+            raise ConfigError(
+                f"Samples of class {apart[0]} of {partition.dataset.name} are too few to be in training and test "
+                "samples, so clients' label vectors cannot be kept; use scenario.tests=kind or scenario.sense=shares."
+            )
+    tests = None if common.samples is None else own_size(common.samples, common.test)
+    trained = None if common.samples is None or tests is None else common.samples - tests
+    least = max(1, (common.min_samples or 2) - 1)
+    to_train = replace(partition, common=replace(common, samples=trained, min_samples=least))
+    to_test = replace(partition, common=replace(common, samples=tests, min_samples=0))
+    mine = split_rows(to_train, train, members, rng)
+    partition.repeats = partition.repeats or to_train.repeats
+    kept = split_rows(to_test, test, members, rng)
+    return mine, fill_empty(partition.dataset, mine, kept, test, rng.at("fill"))
 
 
 def cut_own_tests(rows: Tensor, share: float) -> tuple[Tensor, Tensor]:
@@ -259,7 +341,7 @@ def cut_own_tests(rows: Tensor, share: float) -> tuple[Tensor, Tensor]:
 def split_rows(partition: Partition, rows: Tensor, members: int, rng: Rng) -> list[Tensor]:
     """Divide rows among the `members` clients of a group; each share is in random order."""
     common = partition.common
-    least = common.min_samples or (2 if common.tests == "own" else 1)
+    least = 1 if common.min_samples is None else common.min_samples
     if members * least > len(rows) and not (common.samples or common.alpha):
         raise DataError(
             f"{members} clients cannot share {len(rows)} training samples of {partition.dataset.name}, "
@@ -344,19 +426,6 @@ def dirichlet(rng: Rng, alpha: Tensor) -> Tensor:
     found = torch.zeros(len(alpha), dtype=torch.float64)
     found[positive] = torch.from_numpy(generator.dirichlet(alpha[positive].double().numpy()))
     return found
-
-
-def round_shares(shares: Tensor, total: int) -> Tensor:
-    """Round shares to integers that sum to `total`, by largest remainder.
-
-    >>> round_shares(torch.tensor([0.5, 0.26, 0.24]), 10).tolist()
-    [5, 3, 2]
-    """
-    exact = shares * total
-    whole = exact.floor().long()
-    missing = total - int(whole.sum())
-    whole[torch.argsort(exact - whole, descending=True, stable=True)[:missing]] += 1
-    return whole
 
 
 def shuffled(rows: Tensor, rng: Rng) -> Tensor:

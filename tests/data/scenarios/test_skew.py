@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -80,18 +82,47 @@ def test_shards_hold_few_classes():
 
 def test_own_tests_are_the_clients_own():
     federation = partitioned("dirichlet", alpha=0.5, sense="shares", tests="own")
-    for client in range(20):
-        train, test = federation.label_counts("train")[client], federation.label_counts("test")[client]
-        assert test.sum() == int(0.2 * (train.sum() + test.sum()) + 1e-9) or test.sum() == 1
+    sizes = federation.test.sizes
+    whole = federation.train.sizes + sizes
+    assert whole.min() < 50 < 300 < whole.max()
+    assert ((sizes - 0.2 * whole).abs() < 10).all()  # every class is rounded by itself
     assert not set(federation.train.index.tolist()) & set(federation.test.index.tolist())
     assert len(federation.train.index) + len(federation.test.index) == 4000
+
+
+def test_independent_draws_keep_their_label_vector_in_tests_of_their_own():
+    federation = partitioned("dirichlet", samples=1000, tests="own")
+    train, test = federation.label_counts("train"), federation.label_counts("test")
+    assert train.sum(1).tolist() == [800] * 20
+    assert test.sum(1).tolist() == [200] * 20
+    assert ((train / 4 - test).abs() < 2).all()
+    assert federation.repeats
+    assert not set(federation.train.index.tolist()) & set(federation.test.index.tolist())
+
+
+def test_a_client_of_shards_is_tested_on_its_own_classes():
+    federation = partitioned("shards", 40, tests="own")
+    train, test = federation.label_counts("train"), federation.label_counts("test")
+    assert len(set(federation.train.index.tolist() + federation.test.index.tolist())) == 4000
+    assert not ((test > 0) & (train == 0)).any()
+    assert ((train / 4 - test).abs() < 5).all()  # 20 samples of each, 80 of which are drawn by the seed
+
+
+def test_clients_too_small_for_test_samples_of_their_own_share_one_of_their_class():
+    federation = partitioned("shards", 200, dataset=digits(250), tests="own", per_client=1)
+    assert federation.train.sizes.tolist() == [1] * 200
+    assert federation.test.sizes.min() == 1
+    assert torch.equal(federation.label_counts("test") > 0, federation.label_counts("train") > 0)
 
 
 def test_impossible_settings_are_refused():
     with pytest.raises(ConfigError, match="alpha of Dirichlet must be a number > 0. Got -1.0 instead"):
         partitioned("dirichlet", alpha=-1.0)
-    with pytest.raises(ConfigError, match="may be tested on what another trains on"):
-        partitioned("dirichlet", samples=1000, tests="own")
+    rare = replace(digits(), y=torch.where(torch.arange(4000) == 7, 10, torch.arange(4000) % 10), num_classes=11)
+    with pytest.raises(ConfigError, match=r"class 10 of digits are too few .* use scenario\.tests=kind"):
+        partitioned("dirichlet", dataset=rare, tests="own")
+    with pytest.raises(DataError, match=r"4 samples of digits leave none for testing; use a larger scenario\.test"):
+        partitioned("iid", 2, dataset=digits(4), tests="own")
     with pytest.raises(ConfigError, match="exclude each other"):
         partitioned("quantity_skew", samples=10)
     with pytest.raises(DataError, match="cannot be cut into 6000 pieces"):

@@ -90,5 +90,6 @@ class GroupedLabels(Part):
         for number, own in enumerate(shares):
             counts = torch.bincount(group_of_class[partition.dataset.y[own]], minlength=self.groups)
             train, test = cut_own_tests(shuffled(own, point.at("order", number)), partition.common.test)
-            found.append(ClientShare(f"client-{number:03d}", int(counts.argmax()), train, test))
+            # All clients see the same samples alike: they are of one kind.
+            found.append(ClientShare(f"client-{number:03d}", int(counts.argmax()), train, test, kind=0))
         return found

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from coterie.data.held_out import fill_empty, label_counts
 from coterie.data.scenario import ClientShare, Part, Partition, register_part, shuffled
 from coterie.errors import ConfigError, DataError
+from coterie.randomness import Rng
 from coterie.settings import setting
 
 
@@ -64,7 +69,8 @@ class Shards(Part):
         groups = partition.client_groups()
         found = []
         for group, name in enumerate(partition.group_names):
-            rows, _ = partition.pool(group)
+            own_tests = partition.common.tests == "own"
+            rows, tests = partition.own_pool(group) if own_tests else (partition.pool(group)[0], None)
             members = groups.count(group)
             pieces = members * self.per_client
             if pieces > len(rows):
@@ -73,13 +79,35 @@ class Shards(Part):
                     "use fewer clients or reduce scenario.per_client."
                 )
             point = partition.rng.at("shards", group)
-            mixed = shuffled(rows, point.at("rows"))
-            ordered = mixed[torch.argsort(partition.dataset.y[mixed], stable=True)]
-            cut = torch.tensor_split(ordered, pieces)
             luck = point.at("pieces").permutation(pieces).reshape(members, self.per_client)
-            for number, mine in enumerate(luck.tolist()):
-                own = torch.cat([cut[piece] for piece in mine])
-                found.append(
-                    ClientShare(f"{name}-{number:03d}", group, shuffled(own, point.at("order", number)), group)
-                )
+            ordered = _by_class(partition, rows, point.at("rows"))
+            train = _join_pieces(torch.tensor_split(ordered, pieces), luck, point)
+            test: Sequence[Tensor | int] = [group] * members
+            if tests is not None:
+                cut = _cut_alike(partition, ordered, _by_class(partition, tests, point.at("tests")), pieces)
+                test = fill_empty(partition.dataset, train, _join_pieces(cut, luck, point), tests, point.at("fill"))
+            for number, (mine, kept) in enumerate(zip(train, test, strict=True)):
+                found.append(ClientShare(f"{name}-{number:03d}", group, mine, kept))
         return found
+
+
+def _join_pieces(cut: Sequence[Tensor], luck: Tensor, rng: Rng) -> list[Tensor]:
+    """The rows of each client, which has the pieces of a row of `luck` [members, per_client]."""
+    shares = (torch.cat([cut[piece] for piece in own]) for own in luck.tolist())
+    return [shuffled(rows, rng.at("order", number)) for number, rows in enumerate(shares)]
+
+
+def _by_class(partition: Partition, rows: Tensor, rng: Rng) -> Tensor:
+    """The rows sorted by class, in random order within a class."""
+    mixed = shuffled(rows, rng)
+    return mixed[torch.argsort(partition.dataset.y[mixed], stable=True)]
+
+
+def _cut_alike(partition: Partition, train: Tensor, test: Tensor, pieces: int) -> Sequence[Tensor]:
+    """Cut sorted test rows where the training rows are cut: a piece has the same part of each class in both."""
+    of_train, of_test = (label_counts(partition.dataset, rows) for rows in (train, test))
+    known = of_train > 0  # a class that nobody trains on is not tested
+    test = test[known[partition.dataset.y[test]]]
+    ends = torch.tensor([len(piece) for piece in torch.tensor_split(train, pieces)]).cumsum(0)
+    place = np.interp(ends, [0, *of_train[known].cumsum(0).tolist()], [0, *of_test[known].cumsum(0).tolist()])
+    return torch.tensor_split(test, torch.from_numpy(place).round().long()[:-1])
