@@ -7,8 +7,13 @@ train from their center, and client i is assigned to the center j with the least
     d_ij = sum_k p_i(k) * mean over pseudo samples x of class k of || softmax(h(W_i; x)) - softmax(h(center_j; x)) ||_1
 
 where p_i is its label distribution: how much the two models disagree on the classes that the client has. Weak privacy
-(Algorithm 1): the client sends its label counts once. Strong privacy (Algorithm 2): the server sends the class-wise
+(Algorithm 1): the client sends its label counts. Strong privacy (Algorithm 2): the server sends the class-wise
 distances [K, L], and the client answers with the index of the nearest center. A client downloads one model per round.
+
+Deviation, with its reason: `rule="balanced"`. A client with many samples of one class soon predicts that class for
+everything, so on pseudo samples of this class it agrees with every center, and the paper's p_i gives exactly this class
+the largest weight. The classes of which it holds a few samples tell the centers apart. So all classes that a client
+holds count the same, and it moves only to a center that is clearly nearer. `rule="plain"` is the paper's.
 
 `sampler="search"` is MD-ICFL-1, `"generator"` MD-ICFL-2. `init="paper"`: random centers and labels; `"warm"` starts
 from a clustering of first models, which small data need: a random partition reinforces itself.
@@ -42,6 +47,7 @@ from coterie.settings import setting
 
 _SHOWN_SAMPLES = 16  # pseudo samples per center and class that the confusion map averages
 _SHOWN_PICTURES = 3  # of them kept as pictures
+_CLEARLY = 0.7  # a center is clearly nearer if its distance is less than this share of that to the present one
 
 
 @client_step("coterie.algorithms.md_icfl:train_only")
@@ -57,15 +63,24 @@ def train_and_count(block: Block, models: Models, work: SGD, watch: Tensor | Non
 
 
 @client_step("coterie.algorithms.md_icfl:nearest")
-def nearest(block: Block, models: Models | None, work: SGD, distances: Tensor) -> Answer:
-    """The nearest center by the client's label distribution: distances [c, K, L] -> argmin [c]."""
-    return Answer(choice=weighted(distances, block.label_counts()).argmin(1))
+def nearest(block: Block, models: Models | None, work: SGD, distances: Tensor, own: Tensor | None = None) -> Answer:
+    """The nearest center by the client's label counts: distances [c, K, L], and its present center `own` [c]."""
+    return Answer(choice=nearest_center(distances, block.label_counts(), own))
 
 
-def weighted(distances: Tensor, counts: Tensor) -> Tensor:
-    """Class-wise distances [c, K, L] weighted by label counts [c, L]: [c, K]."""
-    share = counts.to(distances) / counts.sum(1, keepdim=True).clamp_min(1)
-    return (distances * share.unsqueeze(1)).sum(2)
+def nearest_center(distances: Tensor, counts: Tensor, own: Tensor | None) -> Tensor:
+    """The center [c] of clients with class-wise distances [c, K, L], label counts [c, L] and present centers [c].
+
+    Balanced: every class that the client holds counts the same, and it moves only to a clearly nearer center. Without
+    `own` the plain rule: classes count by their share, and the least distance wins.
+    """
+    weights = (counts if own is None else counts > 0).to(distances)
+    found = (distances * weights.unsqueeze(1)).sum(2) / weights.sum(1, keepdim=True).clamp_min(1)  # [c, K]
+    least = found.min(1)
+    if own is None:
+        return least.indices
+    at_own = found.gather(1, own.clamp_min(0).unsqueeze(1))[:, 0]
+    return torch.where((own >= 0) & (least.values >= _CLEARLY * at_own), own, least.indices)
 
 
 @register
@@ -81,6 +96,11 @@ class MDICFL(CenterMethod[CenterState]):
     )
     sampler: Literal["search", "generator"] = setting("search", "how pseudo data are generated: MD-ICFL-1 or MD-ICFL-2")
     privacy: Literal["weak", "strong"] = setting("weak", "send label counts, or only the nearest center's index")
+    rule: Literal["balanced", "plain"] = setting(
+        "balanced",
+        "how a client's classes count in its distance to a center: all it holds alike, and it moves only to a clearly "
+        "nearer center; or by their share of its samples, as in the paper",
+    )
     pseudo_samples: int = setting(30, "pseudo samples per center and class (M)", ge=1)
     iterations: int | None = setting(None, "iterations of the sampler; by default 100, for the generator 1,000", ge=1)
     prior_weight: float = setting(0.1, "weight of the prior on pseudo samples (lambda)", ge=0)
@@ -101,7 +121,7 @@ class MDICFL(CenterMethod[CenterState]):
         update = RoundUpdate(self, state, engine)
         for chunk in self.train(state, engine, cohort, rng.at("train")):
             distances = class_distances(engine.forward, chunk.answer.params, predictions, x)  # [c, K, L]
-            update.add(chunk, self.nearest(distances, chunk, engine, rng))
+            update.add(chunk, self.nearest(distances, chunk, state.labels, engine, rng))
         return guarded(self, state, update, engine, rng)
 
     def pseudo(self, state: CenterState, engine: Engine, rng: Rng) -> tuple[Tensor, Tensor]:
@@ -111,16 +131,18 @@ class MDICFL(CenterMethod[CenterState]):
         x = self.pseudo_data(state, engine, rng, self.pseudo_samples)
         return x, probabilities(engine.forward, state.centers, x)
 
-    def nearest(self, distances: Tensor, chunk: Chunk, engine: Engine, rng: Rng) -> Tensor:
+    def nearest(self, distances: Tensor, chunk: Chunk, labels: Tensor, engine: Engine, rng: Rng) -> Tensor:
         """The nearest center [c] by class-wise distances [c, K, L]; -1 where it is not known.
 
         Weak privacy: the server weights them by label counts. Strong: the client does, and answers with the index.
         """
+        own = None if self.rule == "plain" else labels[chunk.clients].to(engine.device)
         if self.privacy == "weak":
-            return weighted(distances, chunk.answer.counts).argmin(1).cpu()
+            return nearest_center(distances, chunk.answer.counts, own).cpu()
         # A client that does not answer the second call keeps its label.
         chosen = torch.full((len(chunk.clients),), -1, dtype=torch.int64)
-        for reply in engine.call(nearest, chunk.clients, each={"distances": distances}, rng=rng.at("nearest")):
+        each = {"distances": distances} if own is None else {"distances": distances, "own": own}
+        for reply in engine.call(nearest, chunk.clients, each=each, rng=rng.at("nearest")):
             chosen[reply.positions] = reply.answer.choice.cpu()
         return chosen
 
