@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -168,7 +168,7 @@ def run_cases(
     loader: Loader | None = None,
     watch: Watch = lambda case: nullcontext(),
     should_stop: Callable[[], bool] = lambda: False,
-) -> Iterator[Outcome]:
+) -> Generator[Outcome, None, None]:
     """Run the cases in folders inside `root`, and yield each outcome when it is there.
 
     Cases with the same settings are run once. `watch` gives an observer of the rounds of a case; in several processes
@@ -201,12 +201,12 @@ def _in_turn(
     loader: Loader,
     watch: Watch,
     should_stop: Callable[[], bool],
-) -> Iterator[Outcome]:
+) -> Generator[Outcome, None, None]:
     for case in cases:
         if should_stop():
             raise Interrupted("Stopped.")
         with watch(case) as observer:
-            outcome = _outcome(case, root, lambda seen=observer: [seen, *more()], loader, should_stop)
+            outcome = _outcome(case, root, lambda: [observer, *more()], loader, should_stop)
         yield outcome
 
 
@@ -282,7 +282,7 @@ class _Worker:
 
 def _at_once(
     cases: Sequence[Case], root: Path, track: list[str], jobs: int, should_stop: Callable[[], bool]
-) -> Iterator[Outcome]:
+) -> Generator[Outcome, None, None]:
     """The outcomes of cases that run in `jobs` processes, in the order in which they end."""
     waiting = list(reversed(cases))
     stop = multiprocessing.get_context("spawn").Event()
@@ -359,10 +359,15 @@ class Clock:
     """Estimates the remaining time of many runs from those that were run here."""
 
     def __init__(self, total: int) -> None:
-        self._left, self._ran, self._began = total, 0, time.monotonic()
+        self._left, self._ran, self._began = total, 0, 0.0
 
     def left(self, outcome: Outcome) -> float | None:
-        """Count an outcome; the seconds that the rest will take."""
+        """Count an outcome; the seconds that the rest will take, from the second one on."""
         self._left -= 1
-        self._ran += not outcome.was_there
-        return (time.monotonic() - self._began) / self._ran * self._left if self._ran else None
+        if outcome.was_there:
+            return None
+        self._ran += 1
+        if self._ran == 1:  # it also waited for processes to start
+            self._began = time.monotonic()
+            return None
+        return (time.monotonic() - self._began) / (self._ran - 1) * self._left

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

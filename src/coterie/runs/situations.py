@@ -128,7 +128,7 @@ def _situation(path: Path, name: str, values: Any) -> Situation:
             raise UnknownName(f"table of situation [{name}] in {path} named", table, TABLES)
         if not isinstance(content, Mapping):
             raise ConfigError(
-                f"{table} of [{name}] in {path} must be a table, such as {table}.FIELD = VALUE. Got {content!r} instead."
+                f"{table} of [{name}] in {path} must be a table: {table}.FIELD = VALUE. Got {content!r} instead."
             )
     for key, flag in _NOT_HERE.items():
         if key in tables.get("run", {}):
