@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import statistics
 from pathlib import Path
@@ -77,7 +78,8 @@ def test_by_default_the_four_methods_in_a_table(command: Command):
         assert line.count("±") == 5, key  # accuracy, the worst, F1, ARI, seconds
     assert "rotated-digits, 8 clients, 2 seed(s); mean ± standard deviation" in done.out
     assert "run folders: runs/compare-rotated-digits" in done.err
-    assert "fesem seed 1: round 2/2" in done.err
+    assert "[8/8] fesem seed 1: accuracy" in done.err
+    assert re.search(r"\[7/8\] ifca seed 1: accuracy .* s; left 0:\d\d\n", done.err)
 
 
 def test_one_seed_has_no_spread(command: Command):
@@ -110,18 +112,25 @@ def test_config_file_and_flags(command: Command):
 
 
 def test_a_name_that_is_taken_is_refused(command: Command):
-    command("compare", "-a", "fedavg", *TINY, "--name", "mine", "--json")
-    before = sorted(Path("runs/mine").rglob("*"))
-    assert "runs/mine exists" in command("compare", "-a", "fedavg", *TINY, "--name", "mine").error
-    assert sorted(Path("runs/mine").rglob("*")) == before
+    Path("runs/mine").mkdir(parents=True)
+    assert "runs/mine exists and is not a run folder" in command("compare", *TINY, "--name", "mine").error
+    command("run", "-a", "fedavg", *TINY, "--name", "one", "--json")
+    before = sorted(Path("runs/one").rglob("*"))
+    assert "runs/one already exists" in command("compare", *TINY, "--name", "one").error
+    assert sorted(Path("runs/one").rglob("*")) == before
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--seeds", "0"], "--seeds must be an int >= 1. Got '0' instead."),
-        (["--seeds", "-2"], "--seeds must be an int >= 1. Got '-2' instead."),
-        (["--seeds", "nan"], "--seeds must be an int >= 1. Got 'nan' instead."),
+        (["--seeds", "0"], "--seeds must be a count >= 1 (3), a range (5-9) or a list (1,4,7). Got '0' instead."),
+        (["--seeds", "-2"], "or a list (1,4,7). Got '-2' instead."),
+        (["--seeds", "nan"], "or a list (1,4,7). Got 'nan' instead."),
+        (["--seeds", "9-5"], "Got '9-5' instead."),
+        (["--jobs", "0"], "--jobs must be an int >= 1. Got '0' instead."),
+        (["--scenarios", "none.toml"], "There is no file none.toml; --scenarios takes 'default' or a TOML file"),
+        (["--scenarios", "default", "--set", "scenario.alfa=1"], "Did you mean 'alpha'?"),
+        (["--scenarios", "default", "--clients", "5"], "Situation 'k-large': num_clusters"),
         (["-a", "fedavg", "-a", "fesm"], "Did you mean 'fesem'?"),
         (["--clusters", "9"], "must be at most the number of clients, 8. Got 9 instead."),
         (["--clusters", "0"], "Got '0' instead."),
@@ -156,8 +165,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(
         done = command("compare", "-a", "fedavg", "-a", "fesem", "-a", "ifca", *TINY, "--name", "c", "--quiet")
     assert done.code == 130
     assert done.out == ""
-    assert "finished runs are in runs/c" in done.err
-    assert "'coterie resume runs/c/fesem-s0'" in done.err
-    assert {p.name for p in Path("runs/c").iterdir()} == {"fedavg-s0", "fesem-s0"}
+    assert "1 of 3 runs are in runs/c; continue with the same command and --name c" in done.err
+    assert {p.name for p in Path("runs/c").iterdir() if p.is_dir()} == {"fedavg-s0", "fesem-s0"}
     assert command("resume", "runs/c/fesem-s0", "--json").json["rounds"] == 2
     assert command("show", "runs/c/fedavg-s0", "--json").json["rounds"] == 2

@@ -37,7 +37,9 @@ class Common:
         "(MD-ICFL); 'per_class': Dir(alpha, ..., alpha); 'shares': each class is divided among clients by Dir(alpha), "
         "each sample used once (FeSEM)",
     )
-    quantity: float | None = setting(None, "size skew: clients' shares ~ Dir(quantity); by default equal sizes", gt=0)
+    quantity: float | None = setting(
+        None, "size skew: clients' shares ~ Dir(quantity), but not with sense=shares; by default equal sizes", gt=0
+    )
     min_samples: int | None = setting(
         None, "minimum samples per client; users of the dataset with fewer are left out", ge=1
     )
@@ -272,8 +274,6 @@ def split_rows(partition: Partition, rows: Tensor, members: int, rng: Rng) -> li
     if common.alpha is not None and not partition.dataset.num_classes:
         raise ConfigError(f"scenario.alpha skews classes, but {partition.dataset.name} has none; leave it out.")
     if common.alpha is not None and common.sense == "shares":
-        if common.quantity is not None:
-            raise ConfigError("scenario.quantity has no effect with scenario.sense=shares; leave one of them out.")
         y = partition.dataset.y[rows]
         kinds = [rows[y == label] for label in range(partition.dataset.num_classes)]
         shares = share_by_dirichlet(kinds, members, common.alpha, rng)
