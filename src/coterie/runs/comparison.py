@@ -14,6 +14,7 @@ import csv
 import io
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -200,9 +201,25 @@ def flat(row: Row, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def read_comparison(path: Path) -> dict[str, Any] | None:
-    """What comparison.json says about a folder; None if the folder is no comparison."""
-    found = Files(path).read_object(FILE)
-    if found is not None and not isinstance(found.get("runs"), list):
-        raise RunError(f"{path / FILE} is damaged: it has no list of runs.")
-    return found
+@dataclass(frozen=True)
+class Contents:
+    """What comparison.json says: situations (name, about, settings), and the situations of each run folder."""
+
+    situations: list[dict[str, Any]]
+    runs: dict[Path, list[str]]  # resolved folder -> situations, in the order of the comparison
+
+
+def read_comparison(path: Path) -> Contents:
+    """What a comparison holds; nothing if the folder is no comparison."""
+    found = Files(path).read_object(FILE) or {}
+    runs: dict[Path, list[str]] = {}
+    try:
+        for run in found.get("runs", []):
+            here = runs.setdefault((path / run["folder"]).resolve(), [])
+            here += [str(run[SITUATION])] if SITUATION in run and run[SITUATION] not in here else []
+        situations = [
+            {key: str(item[key]) for key in ("name", "about", "settings")} for item in found.get("situations", [])
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{path / FILE} is damaged: {error}.") from error
+    return Contents(situations, runs)
