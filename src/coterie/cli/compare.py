@@ -9,6 +9,7 @@ import typer
 
 from coterie.cli.flags import JobsFlag, JsonFlag, MethodsFlag, NameFlag, OutFlag, QuietFlag, SeedsFlag, TrackFlag, takes
 from coterie.client.settings import WorkSettings
+from coterie.runs.processes import start_server
 from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables, parse_seeds
 
 DEFAULT = ["local", "fedavg", "ifca", "fesem"]
@@ -45,6 +46,7 @@ def compare(
     With --scenarios, every method is run in every situation, and there is one table per number. The same command with
     the --name of an earlier comparison continues it: finished runs are kept, interrupted ones are resumed.
     """
+    start_server(jobs)
     from coterie.cli.table import run_table
     from coterie.runs.batch import SITUATION, Case
     from coterie.runs.experiment import resolve_each

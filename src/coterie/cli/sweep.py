@@ -12,6 +12,7 @@ from coterie.cli.compare import names_of
 from coterie.cli.flags import JobsFlag, JsonFlag, MethodsFlag, NameFlag, OutFlag, QuietFlag, SeedsFlag, TrackFlag, takes
 from coterie.client.settings import WorkSettings
 from coterie.errors import ConfigError
+from coterie.runs.processes import start_server
 from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables, apply_set, parse_seeds
 
 DEFAULT = ["fesem"]
@@ -38,6 +39,7 @@ def sweep(
     Each combination is run with every method and seed, and is one row of the table. The fields are those of --set:
     work.lr=0.05,0.1 or run.participation=0.1,0.5 or scenario.alpha=1,10. A method without the field has one row.
     """
+    start_server(jobs)
     from coterie.cli.table import run_table
     from coterie.runs.batch import Case
     from coterie.runs.experiment import resolve_each

@@ -7,15 +7,11 @@ are started; so the same call continues what was stopped. A run that fails is re
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import shutil
-import signal
 import sys
-import threading
 import time
 import tomllib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -33,6 +29,7 @@ from coterie.runs.execution import execute
 from coterie.runs.experiment import Experiment, resolve
 from coterie.runs.folder import RunFolder, to_toml
 from coterie.runs.observers import Listener, Several
+from coterie.runs.processes import context, start_server, usable_cores, without_ctrl_c
 from coterie.runs.settings import Tables
 from coterie.runs.trackers import trackers
 
@@ -220,8 +217,9 @@ def _outcome(
     """Run one case; its error becomes its outcome."""
     try:
         experiment = replace(case.experiment, data=loader.federation(case))
+        listeners = Several(observers())
         folder = _folder(root / case.place, case.tables)
-        return Outcome(case, execute(experiment, folder, Several(observers()), should_stop).summary)
+        return Outcome(case, execute(experiment, folder, listeners, should_stop).summary)
     except Interrupted:
         raise
     except CoterieError as error:
@@ -234,7 +232,7 @@ def _folder(path: Path, tables: Tables) -> RunFolder:
     """The folder of a run: a new one, or that of an interrupted run."""
     if (path / "config.toml").exists():
         return RunFolder.open(path)
-    if path.exists() and not (path / "rounds.jsonl").exists():  # its process ended before it was complete
+    if path.is_dir() and not (path / "rounds.jsonl").exists():  # its process ended before it was complete
         shutil.rmtree(path)
     return RunFolder.create(path.parent, path.name, path.name, tables)
 
@@ -246,11 +244,12 @@ class _Worker:
     """A process that runs one case after the other. It loads torch once."""
 
     def __init__(self, root: Path, track: list[str], threads: int, stop: Any) -> None:
-        context = multiprocessing.get_context("spawn")
         self.case: Case | None = None
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, root, track, threads, stop), daemon=False)
-        with _deaf():  # Ctrl-C is the parent's to handle, also while the process starts
+        self.pipe, theirs = context().Pipe()
+        self.process: Any = context().Process(  # type: ignore[attr-defined]
+            target=_work, args=(theirs, root, track, threads, stop), daemon=False
+        )
+        with without_ctrl_c():
             self.process.start()
         theirs.close()
 
@@ -285,7 +284,8 @@ def _at_once(
 ) -> Generator[Outcome, None, None]:
     """The outcomes of cases that run in `jobs` processes, in the order in which they end."""
     waiting = list(reversed(cases))
-    stop = multiprocessing.get_context("spawn").Event()
+    start_server(jobs)
+    stop = context().Event()
     threads = max(1, usable_cores() // jobs)
     workers: list[_Worker] = []
     stopped = is_over = False
@@ -335,24 +335,6 @@ def _work(pipe: Connection, root: Path, track: list[str], threads: int, stop: An
                 pipe.send(("problem", outcome.problem) if outcome.summary is None else ("summary", outcome.summary))
             except Interrupted:
                 pipe.send(("stopped", None))
-
-
-@contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """Processes started here ignore Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def usable_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Clock:
