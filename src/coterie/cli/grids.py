@@ -84,13 +84,14 @@ def _bytes(row: Row) -> dict[str, float] | None:
 
 def print_grids(console: Console, grids: Sequence[Grid], title: str) -> None:
     """Print the grids; if the situations do not fit beside each other, they are the rows."""
+    console.print(title, soft_wrap=True, markup=False)
     for grid in grids:
         wide = _lines(grid, is_turned=False)
         needed = sum(max(len(row[i].text) for row in wide) + 3 for i in range(len(wide[0]))) + 1
         lines = wide if needed <= console.width else _lines(grid, is_turned=True)
         heads = [cell.text for cell in lines[0]]
         cells = [[Text(c.text, style="bold green" if c.is_best else "") for c in row] for row in lines[1:]]
-        console.print(table_of(f"{grid.title}: {title}", heads, cells, text=heads[:1]))
+        console.print(table_of(grid.title, heads, cells, text=heads[:1]))
 
 
 def _lines(grid: Grid, is_turned: bool) -> list[list[Cell]]:

@@ -111,7 +111,9 @@ def finish(outcomes: Sequence[Outcome], root: Comparison, dataset: str, json_: b
         return
     console = stdout()
     if grids:
-        print_grids(console, grids, title)
+        seeds = max(row["seeds"] for row in rows)
+        spread = "; mean ± standard deviation" if seeds > 1 else ""
+        print_grids(console, grids, f"{title}, {seeds} seed(s){spread}; the best of each situation is bold")
     else:
         console.print(as_table(rows, title, console.width))
     say(f"run folders: {root.path}")
