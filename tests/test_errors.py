@@ -15,6 +15,7 @@ from coterie.errors import (
     MissingExtra,
     ModelError,
     RunError,
+    RunsFailed,
     StorageError,
     UnknownName,
     nearest_name,
@@ -32,6 +33,7 @@ from coterie.errors import (
         (MissingExtra, (CoterieError, ImportError)),
         (RunError, (CoterieError,)),
         (CheckpointError, (RunError,)),
+        (RunsFailed, (RunError,)),
         (StorageError, (CoterieError, OSError)),
         (Interrupted, (CoterieError,)),
     ],
@@ -43,7 +45,7 @@ def test_an_error_can_be_caught_as_ours_and_as_pythons(child, parents):
 
 def test_the_drawing_names_every_error():
     own = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, CoterieError)]
-    assert len(own) == 11
+    assert len(own) == 12
     for error in own:
         assert error.__name__ in errors.__doc__, error
 

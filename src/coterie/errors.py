@@ -8,7 +8,8 @@
     ├── EngineError              every client of a call failed
     ├── MissingExtra             an optional dependency is needed (carries the extra's name)
     ├── RunError                 a run folder exists, is in use, is newer than this version ...
-    │   └── CheckpointError      a checkpoint is cut short or altered
+    │   ├── CheckpointError      a checkpoint is cut short or altered
+    │   └── RunsFailed           some of many runs failed (carries how many); the others are finished
     ├── StorageError             the disk refused; what was saved before is intact
     └── Interrupted              Ctrl-C: the last checkpoint is kept
 
@@ -73,6 +74,16 @@ class RunError(CoterieError):
 
 class CheckpointError(RunError):
     """A checkpoint is not what was written."""
+
+
+class RunsFailed(RunError):
+    """Some runs of a comparison failed; the others are finished."""
+
+    exit_code = 1
+
+    def __init__(self, first: str, failed: int, total: int) -> None:
+        self.failed, self.total = failed, total
+        super().__init__(f"{failed} of {total} runs failed. {first}")
 
 
 class StorageError(CoterieError, OSError):

@@ -9,6 +9,7 @@ the flag as well (see `coterie.cli.flags`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 import tomllib
@@ -110,9 +111,12 @@ class Field:
         return listed([part for kind in kinds for part in _kind_in_words(kind, f" {limits}" if limits else "")])
 
 
+_hints = functools.cache(typing.get_type_hints)  # slow; a comparison reads the fields of hundreds of runs
+
+
 def fields_of(cls: type) -> dict[str, Field]:
     """The settings of a class, in order."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     found = {}
     for item in dataclasses.fields(cls):
         if "help" not in item.metadata:

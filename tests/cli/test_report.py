@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -18,10 +19,10 @@ from tests.views.report.made import make_run
 from .conftest import TINY, Command
 
 
-def data_of(page: Path) -> dict[str, object]:
+def data_of(page: Path) -> dict[str, Any]:
     text = page.read_text()
     start = text.index('id="data">') + len('id="data">')
-    found: dict[str, object] = json.loads(text[start : text.index("</script>", start)])
+    found: dict[str, Any] = json.loads(text[start : text.index("</script>", start)])
     return found
 
 
@@ -139,3 +140,19 @@ def test_the_command_on_the_page_repeats_the_run(command: Command):
     assert one.config == other.config
     written = tomllib.loads(Path("runs/a/config.toml").read_text())
     assert resolve(merge(read_tables(Path("runs/a/config.toml")))).tables() | {"schema": 1} == written
+
+
+def test_a_comparison_over_situations_has_a_heat_map(command: Command):
+    Path("own.toml").write_text("[two]\nalgorithm.num_clusters = 2\n[four]\nalgorithm.num_clusters = 4\n")
+    base = ("compare", "--scenarios", "own.toml", "-a", "fedavg", "-a", "fesem", *TINY, "--set", "engine.plan=layers")
+    assert command(*base, "--name", "c", "--quiet").code == 0
+    assert command("report", "runs/c", "--no-tsne", "--json").json["runs"] == 3  # fedavg runs once
+    found = data_of(Path("runs/c/report.html"))
+    heat = found["compare"]["heat"]
+    assert (heat["names"], heat["methods"]) == (["two", "four"], ["fedavg", "fesem"])
+    written = {tuple(row["labels"].values()): row for row in json.loads(Path("runs/c/table.json").read_text())}
+    for name, cells in zip(heat["names"], heat["cells"], strict=True):
+        for method, cell in zip(heat["methods"], cells, strict=True):
+            assert cell["accuracy"][0] == pytest.approx(written[name, method]["accuracy"]["macro"]["mean"], abs=1e-5)
+    assert [run["name"] for run in found["runs"]] == ["two/fedavg-s0", "two/fesem-s0", "four/fesem-s0"]
+    assert command("report", "runs/c/two", "--no-tsne", "--json").json["runs"] == 2

@@ -67,3 +67,14 @@ def test_what_cannot_be_swept_is_said_in_a_sentence(command: Command, arguments,
     assert done.code == 2
     assert said in done.err
     assert not list(Path().glob("runs/*"))
+
+
+def test_seeds_and_processes_as_in_compare(command: Command):
+    base = ("sweep", "-g", "work.lr=0.1,0.2", *TINY, "--set", "engine.plan=layers", "--seeds", "3-4", "--json")
+    alone, together = (command(*base, "--jobs", jobs).json["rows"] for jobs in (1, 2))
+    assert [row["seeds"] for row in alone] == [2, 2]
+    assert {path.name for path in Path("runs/sweep-rotated-digits").glob("*/")} == {
+        *(f"fesem-lr={lr}-s{seed}" for lr in ("0.1", "0.2") for seed in (3, 4))
+    }
+    assert [{**row, "seconds": 0} for row in together] == [{**row, "seconds": 0} for row in alone]
+    assert "Got '4-3' instead" in command("sweep", "-g", "work.lr=0.1,0.2", *TINY, "--seeds", "4-3").error

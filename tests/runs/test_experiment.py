@@ -89,11 +89,11 @@ def test_clusters_for_a_method_without_clusters_is_a_note():
 
 
 def test_a_field_goes_to_the_methods_that_have_it():
-    found = resolve_each({"algorithm": {"prox": 0.5, "num_clusters": 3}}, ["local", "fesem"], 2)
+    found = resolve_each({"algorithm": {"prox": 0.5, "num_clusters": 3}}, ["local", "fesem"], [0, 1])
     assert list(found) == [("local", 0), ("fesem", 0), ("local", 1), ("fesem", 1)]
     assert found["fesem", 1].algorithm == FeSEM(prox=0.5, num_clusters=3)
     with pytest.raises(UnknownName, match="field of algorithm \\(local, fesem\\) named 'prx'. Did you mean 'prox'"):
-        resolve_each({"algorithm": {"prx": 0.5}}, ["local", "fesem"], 1)
+        resolve_each({"algorithm": {"prx": 0.5}}, ["local", "fesem"], [0])
 
 
 # ---- layers ----

@@ -1,16 +1,16 @@
-"""`coterie compare`: several methods on the same federation, over several seeds, in one table."""
+"""`coterie compare`: several methods on the same federations, over situations and seeds, in one table."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
-from coterie.cli.flags import JsonFlag, MethodsFlag, NameFlag, OutFlag, QuietFlag, SeedsFlag, TrackFlag, takes
+import typer
+
+from coterie.cli.flags import JobsFlag, JsonFlag, MethodsFlag, NameFlag, OutFlag, QuietFlag, SeedsFlag, TrackFlag, takes
 from coterie.client.settings import WorkSettings
-from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables
-
-if TYPE_CHECKING:
-    from coterie.cli.table import Case
+from coterie.runs.processes import start_server
+from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables, parse_seeds
 
 DEFAULT = ["local", "fedavg", "ifca", "fesem"]
 ALL = "all"
@@ -20,7 +20,16 @@ ALL = "all"
 def compare(
     *,
     algorithm: MethodsFlag = DEFAULT,
-    seeds: SeedsFlag = 1,
+    scenarios: Annotated[
+        str | None,
+        typer.Option(
+            "--scenarios",
+            metavar="default|FILE",
+            help="Compare in several situations: the built-in list (see 'coterie list situations'), or a TOML file.",
+        ),
+    ] = None,
+    seeds: SeedsFlag = "1",
+    jobs: JobsFlag = 1,
     tables: Tables,
     out: OutFlag = Path("runs"),
     name: NameFlag = None,
@@ -33,14 +42,27 @@ def compare(
     All start from the same weights and train the same cohorts with the same local work; scores are mean and standard
     deviation over the seeds. The table also shows what each method costs: per-sample gradients computed by clients (in
     millions, including start and repairs), bytes down and up, bytes of the start, seconds.
+
+    With --scenarios, every method is run in every situation, and there is one table per number. The same command with
+    the --name of an earlier comparison continues it: finished runs are kept, interrupted ones are resumed.
     """
-    from coterie.cli.table import Case
+    start_server(jobs)
+    from coterie.cli.table import run_table
+    from coterie.runs.batch import SITUATION, Case
     from coterie.runs.experiment import resolve_each
+    from coterie.runs.situations import find_situations, resolve_situations
 
     # Everything is resolved before the first run, so that a bad name or number costs nothing.
-    found = resolve_each(tables, names_of(algorithm), seeds)
-    cases = [Case((("method", key),), experiment) for (key, _), experiment in found.items()]
-    run_table(cases, "compare", out, name, track, json_, quiet)
+    numbers, names = parse_seeds(seeds), names_of(algorithm)
+    if scenarios is None:
+        situations = []
+        found = resolve_each(tables, names, numbers)
+        cases = [Case((("method", key),), experiment) for (key, _), experiment in found.items()]
+    else:
+        situations = find_situations(scenarios, tables)
+        every = resolve_situations(situations, tables, names, numbers)
+        cases = [Case(((SITUATION, s), ("method", key)), experiment) for (_, s, key), experiment in every.items()]
+    run_table(cases, "compare", out, name, jobs=jobs, track=track, json_=json_, quiet=quiet, situations=situations)
 
 
 def names_of(algorithm: list[str]) -> list[str]:
@@ -48,22 +70,3 @@ def names_of(algorithm: list[str]) -> list[str]:
     from coterie.methods.base import algorithms
 
     return list(dict.fromkeys(name for item in algorithm for name in (algorithms() if item == ALL else [item])))
-
-
-def run_table(
-    cases: list[Case], verb: str, out: Path, name: str | None, track: list[str] | None, json_: bool, quiet: bool
-) -> None:
-    """Run the cases and print their table; everything is checked before the first run."""
-    from coterie.cli.table import finish, make_root, rows_of, run_cases
-    from coterie.runs.trackers import trackers
-
-    trackers(track)
-    first = cases[0]
-    federation = first.experiment.federation()  # those of other cases are loaded when needed
-    for case in cases:
-        if case.data_key == first.data_key:
-            case.experiment.algorithm.check(len(federation))
-    data = first.experiment.dataset
-    root = make_root(out, name, f"{verb}-{Path(data).stem}")
-    summaries = run_cases(cases, federation, root, quiet or json_, track)
-    finish(rows_of(cases, summaries), summaries, root, data, json_)

@@ -3,7 +3,7 @@
 A command names its groups of settings and receives the user's choices as tables:
 
     @takes(RunSettings, Schedule, without=("seed",))
-    def compare(*, seeds: SeedsFlag = 1, tables: Tables, quiet: QuietFlag = False) -> None:
+    def compare(*, seeds: SeedsFlag = "1", tables: Tables, quiet: QuietFlag = False) -> None:
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ TrackFlag = Annotated[
 OutFlag = Annotated[Path, typer.Option(help="Folder in which run folders are created.")]
 NameFlag = Annotated[str | None, typer.Option(help="Name of the run folder.")]
 MethodsFlag = Annotated[list[str], typer.Option("--algorithm", "-a", help="Method, or 'all'; repeatable.")]
-SeedsFlag = Annotated[int, whole("--seeds", "number of seeds: 0, 1, ..., N-1", ge=1)]
+SeedsFlag = Annotated[
+    str,
+    typer.Option("--seeds", metavar="SEEDS", help="Seeds: a count (3 is 0, 1, 2), a range (5-9) or a list (1,4,7)."),
+]
+JobsFlag = Annotated[int, whole("--jobs", "runs at a time, each in a process of its own", ge=1)]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 _ConfigFlag = Annotated[Path | None, typer.Option(help="TOML file with the same settings; flags override it.")]
 

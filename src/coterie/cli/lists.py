@@ -57,6 +57,13 @@ def _scenarios() -> list[dict[str, Any]]:
     return [{"name": key, "about": cls.summary, "fields": _fields(cls)} for key, cls in parts().items()]
 
 
+def _situations() -> list[dict[str, Any]]:
+    from coterie.runs.situations import default_situations
+
+    found = default_situations(Schedule.rounds)
+    return [{"name": s.name, "about": s.about, "changes": s.settings} for s in found]
+
+
 def _metrics() -> list[dict[str, Any]]:
     from coterie.runs.metrics import METRICS
 
@@ -85,6 +92,7 @@ _THINGS = {
     "models": _models,
     "scenarios": _scenarios,
     "settings": _settings,
+    "situations": _situations,
 }
 
 
@@ -93,7 +101,7 @@ def list_things(
     folder: Annotated[Path | None, typer.Argument(help="With 'runs': their folder; by default 'runs'.")] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """List algorithms, datasets, metrics, models, scenarios, settings or runs."""
+    """List algorithms, datasets, metrics, models, scenarios, settings, situations or runs."""
     if what == "runs":
         list_runs(Path("runs") if folder is None else folder, json_)
         return
@@ -111,6 +119,8 @@ def list_things(
         names = [f["name"] for f in item.get("fields", [])] or list(item.get("settings", {}))
         if "allowed" in item:
             names = [*filter(None, [item["flag"]]), item["allowed"]]
+        if "changes" in item:
+            names = [item["changes"]]
         if item.get("scenario"):
             names = [f"scenario {item['scenario']}", f"model {item['model']}"]
         rows.append([item["name"], about, ", ".join(names)])

@@ -104,7 +104,7 @@ class RoundProgress:
 
     def __init__(self, rounds: int, label: str, quiet: bool, lines: int = 10) -> None:
         self._rounds, self._label, self._quiet = rounds, label, quiet
-        self._every = max(1, rounds // lines)  # without a terminal
+        self._every = max(1, rounds // lines) if lines else 0  # without a terminal; 0: no lines
         self._console = stderr()
         self._bar: Progress | None = None
         self._began: tuple[int, float] | None = None  # the first round shown, and when
@@ -136,7 +136,7 @@ class RoundProgress:
         self._began = self._began or (row["round"], time.monotonic())
         if self._bar is not None:
             self._bar.update(self._task, completed=row["round"], numbers=numbers)
-        elif not self._quiet and (row["round"] % self._every == 0 or row["round"] == self._rounds):
+        elif not self._quiet and self._every and (row["round"] % self._every == 0 or row["round"] == self._rounds):
             self._console.print(f"{self._label}: round {row['round']}/{self._rounds}  {numbers}{self._left(row)}")
 
     def _left(self, row: Row) -> str:

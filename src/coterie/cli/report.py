@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,6 +34,7 @@ def report(
     quiet: QuietFlag = False,
 ) -> None:
     """Write an HTML report of one or more runs. It is a single file and needs no network."""
+    from coterie.runs.comparison import read_comparison
     from coterie.runs.reading import read_run
     from coterie.views.report.page import write_report
 
@@ -40,10 +42,16 @@ def report(
     if only and png is None:
         raise ConfigError("--only selects figures of --png; give a folder for them with --png DIR.")
     found = expand(runs)
+    comparisons = [read_comparison(path) for path in runs]
+    situations = comparisons[0].situations if len(runs) == 1 else []
     data, damaged = [], []
     for path in found:
         try:
-            data.append(read_run(path))
+            one = read_run(path)
+            if situations:
+                own = comparisons[0].runs.get(path.resolve(), [])
+                one = replace(one, name=path.relative_to(runs[0]).as_posix(), situations=tuple(own))
+            data.append(one)
         except RunError as error:
             if len(found) == 1:
                 raise
@@ -52,7 +60,7 @@ def report(
     if not data:
         raise RunError(f"None of the {len(found)} folders could be read; the first: {damaged[0]['reason']}")
     target = _target(out, runs, data)
-    write_report(data, target, tsne=tsne, say=say)
+    write_report(data, target, tsne=tsne, say=say, situations=situations)
     pictures: list[Path] = []
     if png is not None:
         from coterie.views.plots import picture_names, save_all
@@ -69,7 +77,8 @@ def report(
 
 
 def expand(paths: list[Path]) -> list[Path]:
-    """The run folders among the paths and inside the other folders, each once, in order."""
+    """The run folders among the paths and inside the other folders, each once; a comparison's in its own order."""
+    from coterie.runs.comparison import read_comparison
     from coterie.runs.reading import find_runs, is_run
 
     found: dict[Path, Path] = {}
@@ -81,7 +90,8 @@ def expand(paths: list[Path]) -> list[Path]:
         inside = [path] if is_run(path) else [run for _, run in find_runs(path)]
         if not inside:
             raise RunError(f"{path} is not a run folder and contains none.")
-        for run in inside:
+        order = {run: place for place, run in enumerate(read_comparison(path).runs)}
+        for run in sorted(inside, key=lambda run: order.get(run.resolve(), len(order))):
             found.setdefault(run.resolve(), run)
     return list(found.values())
 

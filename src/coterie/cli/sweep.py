@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli.compare import names_of, run_table
-from coterie.cli.flags import JsonFlag, MethodsFlag, NameFlag, OutFlag, QuietFlag, SeedsFlag, TrackFlag, takes
+from coterie.cli.compare import names_of
+from coterie.cli.flags import JobsFlag, JsonFlag, MethodsFlag, NameFlag, OutFlag, QuietFlag, SeedsFlag, TrackFlag, takes
 from coterie.client.settings import WorkSettings
 from coterie.errors import ConfigError
-from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables, apply_set
+from coterie.runs.processes import start_server
+from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables, apply_set, parse_seeds
 
 DEFAULT = ["fesem"]
 
@@ -24,7 +25,8 @@ def sweep(
         list[str] | None, typer.Option("--grid", "-g", help="Field and values: algorithm.prox=0,0.1,1; repeatable.")
     ] = None,
     algorithm: MethodsFlag = DEFAULT,
-    seeds: SeedsFlag = 1,
+    seeds: SeedsFlag = "1",
+    jobs: JobsFlag = 1,
     tables: Tables,
     out: OutFlag = Path("runs"),
     name: NameFlag = None,
@@ -37,26 +39,28 @@ def sweep(
     Each combination is run with every method and seed, and is one row of the table. The fields are those of --set:
     work.lr=0.05,0.1 or run.participation=0.1,0.5 or scenario.alpha=1,10. A method without the field has one row.
     """
-    from coterie.cli.table import Case
+    start_server(jobs)
+    from coterie.cli.table import run_table
+    from coterie.runs.batch import Case
     from coterie.runs.experiment import resolve_each
 
     axes = [parse_axis(text) for text in grid or []]
     if not axes:
         raise ConfigError("sweep needs a --grid, such as --grid algorithm.num_clusters=2,4,8.")
-    names = names_of(algorithm)
+    names, numbers = names_of(algorithm), parse_seeds(seeds)
     cases: list[Case] = []
     seen: set[str] = set()
-    for seed in range(seeds):
+    for seed in numbers:
         for values in itertools.product(*[choices for _, choices in axes]):
             chosen = list(zip([field for field, _ in axes], values, strict=True))
             point = apply_set(tables, [f"{field}={value}" for field, value in chosen])
-            for (key, number), experiment in resolve_each(point, names, seeds).items():
-                if number != seed or repr(experiment.tables()) in seen:
+            for (key, _), experiment in resolve_each(point, names, [seed]).items():
+                if repr(experiment.tables()) in seen:
                     continue
                 seen.add(repr(experiment.tables()))
                 has = [(f.rpartition(".")[2], v) for f, v in chosen if _used(f, experiment.tables())]
                 cases.append(Case((("method", key), *has), experiment))
-    run_table(cases, "sweep", out, name, track, json_, quiet)
+    run_table(cases, "sweep", out, name, jobs=jobs, track=track, json_=json_, quiet=quiet)
 
 
 def parse_axis(text: str) -> tuple[str, list[str]]:

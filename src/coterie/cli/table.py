@@ -3,168 +3,121 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from coterie.cli.output import RoundProgress, say, stdout, stop_on_ctrl_c, table_of
-from coterie.data.federation import Federation
-from coterie.errors import CoterieError, Interrupted
-from coterie.runs.execution import execute
-from coterie.runs.experiment import Experiment
-from coterie.runs.folder import RunFolder
-from coterie.runs.metrics import PERCENT, SECONDS, Format, Metric, metrics, nested
-from coterie.runs.observers import Several
+from coterie.cli.grids import grids_of, markdown_of, print_grids
+from coterie.cli.output import RoundProgress, clock, say, stdout, stop_on_ctrl_c, table_of
+from coterie.errors import CoterieError, Interrupted, RunsFailed
+from coterie.runs.batch import SITUATION, Case, Clock, Loader, Outcome, check_cases, run_cases
+from coterie.runs.comparison import Comparison, Row, record_of, rows_of
+from coterie.runs.metrics import NUMBER, PERCENT, SECONDS, Format, Metric, metrics
+from coterie.runs.observers import Listener
+from coterie.runs.situations import Situation
 from coterie.runs.trackers import trackers
 from coterie.views.words import size_text
 
-Summary = dict[str, Any]
-Row = dict[str, Any]
+
+def run_table(
+    cases: list[Case],
+    verb: str,
+    out: Path,
+    name: str | None,
+    *,
+    jobs: int = 1,
+    track: list[str] | None = None,
+    json_: bool = False,
+    quiet: bool = False,
+    situations: Sequence[Situation] = (),
+) -> None:
+    """Run the cases and print their table; everything is checked before the first run."""
+    trackers(track)
+    loader, data = Loader(), cases[0].experiment.dataset
+    check_cases(cases, loader)
+    root = Comparison.create(out, name, f"{verb}-{Path(data).stem}", cases, situations)
+    try:
+        with root.held():
+            outcomes = _run(cases, root, jobs, track, loader, quiet or json_)
+    except CoterieError:
+        root.remove_empty()
+        raise
+    failed = [outcome for outcome in outcomes if outcome.summary is None]
+    if len(failed) == len(outcomes):
+        root.remove_empty()
+        raise RunsFailed(f"{failed[0].case.title} failed: {failed[0].problem}", len(failed), len(outcomes))
+    finish(outcomes, root, data, json_)
+    if failed:
+        first = failed[0]
+        raise RunsFailed(f"{first.case.title} failed: {first.problem}", len(failed), len(outcomes))
 
 
-@dataclass(frozen=True)
-class Case:
-    """One run of a table: its labels and its settings."""
+def _run(
+    cases: list[Case], root: Comparison, jobs: int, track: list[str] | None, loader: Loader, hidden: bool
+) -> list[Outcome]:
+    """The outcomes in the order of the cases, with a line for each one that is there."""
 
-    labels: tuple[tuple[str, str], ...]  # column, value: runs with the same labels differ only in their seed
-    experiment: Experiment
+    @contextlib.contextmanager
+    def watch(case: Case) -> Iterator[Listener]:
+        rounds = case.experiment.schedule.rounds
+        with RoundProgress(rounds, case.title, hidden, lines=0) as progress:
+            yield progress
 
-    @property
-    def name(self) -> str:
-        """The name of the run folder."""
-        plain = "-".join(self.words).replace(":", "-").replace("/", "-")
-        return f"{plain}-s{self.experiment.schedule.seed}"
-
-    @property
-    def words(self) -> list[str]:
-        """The labels in words."""
-        return [value if key == "method" else f"{key}={value}" for key, value in self.labels]
-
-    @property
-    def data_key(self) -> str:
-        """Equal for cases with the same federation."""
-        tables, schedule = self.experiment.tables(), self.experiment.schedule
-        run = {key: tables["run"].get(key) for key in ("dataset", "scenario", "clients", "data_dir")}
-        return repr((run, tables["dataset"], tables["scenario"], schedule.seed))
-
-
-def run_cases(
-    cases: list[Case], first: Federation, root: Path, hidden: bool, track: list[str] | None = None
-) -> list[Summary]:
-    """Run the cases one after the other, each in a folder inside `root`; their summaries.
-
-    `first` is the federation of the first case, loaded before `root` is created, so that bad data leaves no folder.
-    """
-    summaries: list[Summary] = []
-    shared = {cases[0].data_key: first}
-    folder: RunFolder | None = None
+    found: dict[str, Outcome] = {}
+    left = Clock(len(cases))
     try:
         with stop_on_ctrl_c(hidden) as pressed:
-            for case in cases:
-                if case.data_key not in shared:
-                    shared = {case.data_key: case.experiment.federation()}
-                experiment = replace(case.experiment, data=shared[case.data_key])
-                folder = RunFolder.create(root, case.name, "", case.experiment.tables())
-                label = f"{' '.join(case.words)} seed {experiment.schedule.seed}"
-                with RoundProgress(experiment.schedule.rounds, label, hidden, lines=1) as progress:
-                    observer = Several([progress, *trackers(track, say)])
-                    summaries.append(execute(experiment, folder, observer, pressed).summary)
+            every = run_cases(
+                cases, root.path, jobs=jobs, track=track or (), say=say, loader=loader, watch=watch, should_stop=pressed
+            )
+            with contextlib.closing(every):
+                for outcome in every:
+                    found[outcome.case.title] = outcome
+                    say(_line(outcome, len(found), len(cases), left.left(outcome)), hidden)
     except (Interrupted, KeyboardInterrupt):
-        last = f"; resume the interrupted one with 'coterie resume {folder.path}'" if folder else ""
-        raise Interrupted(f"Stopped; finished runs are in {root}{last}.") from None
-    except CoterieError:
-        with contextlib.suppress(OSError):
-            root.rmdir()  # succeeds only if it is empty
-        raise
-    return summaries
+        out = "" if root.path.parent == Path("runs") else f"--out {root.path.parent} "
+        how = f"continue with the same command and {out}--name {root.path.name}"
+        raise Interrupted(f"Stopped; {len(found)} of {len(cases)} runs are in {root.path}; {how}.") from None
+    return [found[case.title] for case in cases]
 
 
-def make_root(out: Path, name: str | None, default: str) -> Path:
-    """A new folder for the runs of a table."""
-    folder = RunFolder.create(out, name, default, {"table": {"name": default}})
-    folder.unlock()
-    for item in ("config.toml", ".lock"):
-        (folder.path / item).unlink()
-    (folder.path / "artifacts").rmdir()
-    return folder.path
+def _line(outcome: Outcome, number: int, total: int, left: float | None) -> str:
+    """An outcome in one line: "[3/24] drift fesem seed 0: accuracy 95.12, ARI 1.00, 1.2 s; left 0:21"."""
+    head = f"[{number}/{total}] {outcome.case.title}:"
+    rest = "" if left is None or number == total else f"; left {clock(left)}"
+    if outcome.summary is None:
+        return f"{head} failed: {outcome.problem}{rest}"
+    accuracy, ari = (outcome.summary.get("accuracy") or {}).get("macro"), outcome.summary.get("ari")
+    parts = [f"accuracy {PERCENT.text(accuracy)}"] if accuracy is not None else []
+    parts += [f"ARI {NUMBER.text(ari)}"] if ari is not None else []
+    spent = "already there" if outcome.was_there else f"{SECONDS.text(outcome.summary['seconds']['total'])} s"
+    return f"{head} {', '.join([*parts, spent])}{rest}"
 
 
-def rows_of(cases: list[Case], summaries: list[Summary]) -> list[Row]:
-    """One row per set of labels, over its seeds."""
-    found: dict[tuple[tuple[str, str], ...], list[Summary]] = {}
-    for case, summary in zip(cases, summaries, strict=True):
-        found.setdefault(case.labels, []).append(summary)
-    return [
-        {"algorithm": runs[0]["algorithm"], "labels": dict(labels), **_over_seeds(runs)}
-        for labels, runs in found.items()
-    ]
-
-
-def _over_seeds(summaries: list[Summary]) -> Row:
-    def over(*path: str) -> dict[str, float] | None:
-        return _spread([_at(summary, path) for summary in summaries])
-
-    gradients = [summary["bytes"]["gradients"] for summary in summaries]
-    return {
-        "seeds": len(summaries),
-        **nested((metric, over(*metric.place)) for metric in metrics("table")),
-        "clusters": over("clusters"),
-        "unseen": {"macro": over("unseen", "accuracy", "macro"), "ari": over("unseen", "ari")},
-        "gradients": _spread([spent["start"] + spent["round"] + spent["repair"] for spent in gradients]),
-        "bytes": {"down": over("bytes", "down"), "up": over("bytes", "up")},
-        "start_bytes": {"down": over("bytes", "start", "down"), "up": over("bytes", "start", "up")},
-        "failures": over("failures"),
-        "seconds": over("seconds", "total"),
-    }
-
-
-def _spread(values: Sequence[Any]) -> dict[str, float] | None:
-    if any(value is None for value in values):
-        return None
-    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
-
-
-def _at(record: Any, path: Sequence[str]) -> Any:
-    for key in path:
-        record = record.get(key) if isinstance(record, dict) else None
-    return record
-
-
-def finish(rows: list[Row], summaries: list[Summary], root: Path, title: str, json_: bool) -> None:
-    """Write table.json and table.csv beside the runs, and print the table."""
-    (root / "table.json").write_text(json.dumps(rows, indent=2) + "\n")
-    with (root / "table.csv").open("w", newline="") as file:
-        flat = [_flat(row) for row in rows]
-        writer = csv.DictWriter(file, fieldnames=list(flat[0]))
-        writer.writeheader()
-        writer.writerows(flat)
-    first = summaries[0]
+def finish(outcomes: Sequence[Outcome], root: Comparison, dataset: str, json_: bool) -> None:
+    """Write the tables beside the runs, and print them."""
+    rows, records = rows_of(outcomes), [record_of(outcome) for outcome in outcomes]
+    first = next(outcome.summary for outcome in outcomes if outcome.summary is not None)
+    title = f"{dataset}, {first['clients']} clients"
+    grids = grids_of(rows) if any(SITUATION in row["labels"] for row in rows) else []
+    about = (root.read_object("comparison.json") or {}).get("situations", [])
+    root.write_tables(rows, records, markdown_of(title, rows, grids, about))
     if json_:
-        print(json.dumps({"path": str(root), "dataset": first["dataset"], "rows": rows}))
+        more = {"situations": about, "runs": records} if grids else {}
+        print(json.dumps({"path": str(root.path), "dataset": first["dataset"], "rows": rows, **more}))
         return
     console = stdout()
-    console.print(as_table(rows, f"{title}, {first['clients']} clients", console.width))
-    say(f"run folders: {root}")
-    say(f"report: coterie report {root}")
-
-
-def _flat(row: Row, prefix: str = "") -> dict[str, Any]:
-    """Nested values as columns: accuracy.macro.mean."""
-    found: dict[str, Any] = {}
-    for key, value in row.items():
-        name = key if key == "labels" else f"{prefix}{key}"
-        if isinstance(value, dict):
-            found |= _flat(value, "" if key == "labels" else f"{name}.")
-        else:
-            found[name] = value
-    return found
+    if grids:
+        seeds = max(row["seeds"] for row in rows)
+        spread = "; mean ± standard deviation" if seeds > 1 else ""
+        print_grids(console, grids, f"{title}, {seeds} seed(s){spread}; the best of each situation is bold")
+    else:
+        console.print(as_table(rows, title, console.width))
+    say(f"run folders: {root.path}")
+    say(f"report: coterie report {root.path}")
 
 
 def as_table(rows: list[Row], title: str, width: int) -> Table:

@@ -28,7 +28,9 @@ from coterie.settings import build, fields_of, setting, values_of
 class Common:
     """Settings of every scenario: samples per client, skew and held-out samples."""
 
-    samples: int | None = setting(None, "samples per client; by default all samples are distributed", ge=2)
+    samples: int | None = setting(
+        None, "samples per client, or their mean with quantity; by default all samples are distributed", ge=2
+    )
     alpha: float | None = setting(None, "label skew, a Dirichlet parameter: smaller is stronger; by default none", gt=0)
     sense: Literal["total", "per_class", "shares"] = setting(
         "total",
@@ -36,7 +38,9 @@ class Common:
         "(MD-ICFL); 'per_class': Dir(alpha, ..., alpha); 'shares': each class is divided among clients by Dir(alpha), "
         "each sample used once (FeSEM)",
     )
-    quantity: float | None = setting(None, "size skew: clients' shares ~ Dir(quantity); by default equal sizes", gt=0)
+    quantity: float | None = setting(
+        None, "size skew: clients' shares ~ Dir(quantity), but not with sense=shares; by default equal sizes", gt=0
+    )
     min_samples: int | None = setting(
         None, "minimum samples per client; users of the dataset with fewer are left out", ge=1
     )
@@ -358,8 +362,14 @@ def split_rows(partition: Partition, rows: Tensor, members: int, rng: Rng) -> li
         return [shuffled(own, rng.at("order", i)) for i, own in enumerate(top_up(shares, least, rng))]
     if common.alpha is not None:
         partition.repeats = True
-        return _by_label_vectors(partition, rows, members, rng)
+        return _by_label_vectors(partition, rows, members, least, rng)
     order = shuffled(rows, rng)
+    if common.samples is not None and common.quantity is not None:
+        sizes = skewed_sizes(common.quantity, common.samples * members, members, least, rng)
+        if sum(sizes) <= len(rows):
+            return list(order[: sum(sizes)].split(sizes))
+        partition.repeats = True
+        return [_repeated(shuffled(rows, rng.at("client", i)), size) for i, size in enumerate(sizes)]
     if common.samples is not None:
         if common.samples * members <= len(rows):
             return list(order[: common.samples * members].split(common.samples))
@@ -397,11 +407,23 @@ def top_up(shares: list[Tensor], least: int, rng: Rng) -> list[Tensor]:
     return shares
 
 
-def _by_label_vectors(partition: Partition, rows: Tensor, members: int, rng: Rng) -> list[Tensor]:
+def skewed_sizes(quantity: float, total: int, members: int, least: int, rng: Rng) -> list[int]:
+    """Sizes of clients whose shares are a draw of Dir(quantity), at least `least` each; they sum to `total`."""
+    if members * least > total:
+        raise DataError(f"{members} clients cannot have {least} samples each of {total}; use fewer clients.")
+    shares = dirichlet(rng.at("share", 0), torch.full((members,), quantity))  # as share_by_dirichlet draws them
+    more: list[int] = round_shares(shares, total - members * least).tolist()
+    return [least + size for size in more]
+
+
+def _by_label_vectors(partition: Partition, rows: Tensor, members: int, least: int, rng: Rng) -> list[Tensor]:
     """Each client independently draws a label vector, then its samples."""
     common, classes = partition.common, partition.dataset.num_classes
     assert common.alpha is not None
     count = common.samples or max(1, len(rows) // members)
+    counts = [count] * members
+    if common.quantity is not None:
+        counts = skewed_sizes(common.quantity, count * members, members, least, rng)
     y = partition.dataset.y[rows]
     kinds = [rows[y == label] for label in range(classes)]
     there = torch.tensor([len(kind) > 0 for kind in kinds])
@@ -410,7 +432,7 @@ def _by_label_vectors(partition: Partition, rows: Tensor, members: int, rng: Rng
     for client in range(members):
         point = rng.at("client", client)
         vector = dirichlet(point.at("labels"), torch.full((classes,), alpha).where(there, torch.zeros(1)))
-        sizes = round_shares(vector, count)
+        sizes = round_shares(vector, counts[client])
         own = [
             _repeated(shuffled(k, point.at("class", i)), int(n))
             for i, (k, n) in enumerate(zip(kinds, sizes, strict=True))
@@ -467,6 +489,20 @@ def parts() -> dict[str, type[Part]]:
     return dict(sorted(_PARTS.items()))
 
 
+def parts_of(name: str) -> list[type[Part]]:
+    """The parts of a scenario by its name, such as `rotated+label_swapped`."""
+    known = parts()
+    for key in name.split("+"):
+        if key not in known:
+            raise UnknownName("scenario", key, known)
+    return [known[key] for key in name.split("+")]
+
+
+def scenario_fields(name: str) -> set[str]:
+    """The fields that a scenario has: those of its parts and the common ones."""
+    return {field for part in (*parts_of(name), Common) for field in fields_of(part)}
+
+
 @dataclass(frozen=True)
 class Scenario:
     """Parts in order, and the common settings."""
@@ -477,13 +513,8 @@ class Scenario:
     @classmethod
     def named(cls, name: str, values: Mapping[str, Any]) -> Scenario:
         """A scenario by name: `rotated`, `rotated+label_swapped`; a value applies to every part that has the field."""
-        known = parts()
-        classes = []
-        for key in name.split("+"):
-            if key not in known:
-                raise UnknownName("scenario", key, known)
-            classes.append(known[key])
-        every = {field for part in (*classes, Common) for field in fields_of(part)}
+        classes = parts_of(name)
+        every = scenario_fields(name)
         for field_name in values:
             if field_name not in every:
                 raise UnknownName(f"field of scenario {name} named", field_name, every)

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,10 +48,26 @@ def measure(engine: InProcessEngine, candidates: Sequence[Candidate]) -> dict[st
     path = cache_folder() / "plans.json"
     stored = _read(path)
     if key not in stored:
-        stored[key] = {c.name: _time(engine, c) for c in candidates}
-        _write(path, stored)
+        with _alone(path):  # of several processes one measures, and all choose the same plan
+            stored = _read(path)
+            if key not in stored:
+                stored[key] = {c.name: _time(engine, c) for c in candidates}
+                _write(path, stored)
     _known[key] = stored[key]
     return stored[key]
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait until no other process measures, where files can be locked."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, ImportError):
+            import fcntl
+
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = stack.enter_context(path.with_suffix(".lock").open("w"))
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def _time(engine: InProcessEngine, candidate: Candidate) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from coterie.client.task import Task
 from coterie.client.work import SGD
-from coterie.data.dataset import find_preset, source_class
+from coterie.data.dataset import Dataset, find_preset, source_class
 from coterie.data.federation import Federation
 from coterie.data.scenario import Scenario
 from coterie.errors import UnknownName
@@ -44,15 +44,23 @@ class Experiment:
     from_python: bool = False  # with Python objects, which the folder does not hold
     notes: list[str] = field(default_factory=list)
 
-    def federation(self) -> Federation:
-        """The clients and their data, loaded and partitioned unless given."""
+    def samples(self) -> Dataset:
+        """The samples before they belong to clients."""
+        folder = None if self.data_dir is None else Path(self.data_dir)
+        found: Dataset = self.source.load(self.clients, self._data_rng, folder)
+        return found
+
+    @property
+    def _data_rng(self) -> Rng:
+        return Rng.seed(self.schedule.seed).at("data")
+
+    def federation(self, samples: Dataset | None = None) -> Federation:
+        """The clients and their data, partitioned unless given; `samples` if they are already loaded."""
         if self.data is not None:
             return self.data
         assert self.scenario is not None
-        rng = Rng.seed(self.schedule.seed).at("data")
-        folder = None if self.data_dir is None else Path(self.data_dir)
-        dataset = self.source.load(self.clients, rng, folder)
-        federation = self.scenario.partition(dataset, self.clients, rng)
+        dataset = self.samples() if samples is None else samples
+        federation = self.scenario.partition(dataset, self.clients, self._data_rng)
         self.algorithm.check(len(federation))
         return federation
 
@@ -164,7 +172,7 @@ def resolve(tables: Tables) -> Experiment:
     )
 
 
-def resolve_each(tables: Tables, names: list[str], seeds: int) -> dict[tuple[str, int], Experiment]:
+def resolve_each(tables: Tables, names: list[str], seeds: Sequence[int]) -> dict[tuple[str, int], Experiment]:
     """The same settings for several methods and seeds; a method gets the fields of [algorithm] that it has."""
     wanted = tables.get("algorithm", {})
     known = {name: set(fields_of(find_algorithm(name))) for name in names}
@@ -180,8 +188,8 @@ def resolve_each(tables: Tables, names: list[str], seeds: int) -> dict[tuple[str
         return resolve(merge(tables, layer) | {"algorithm": own})
 
     # A fair comparison: if one method needs indicator samples, they are held out for all.
-    reserve = max(_reserve(one(name, 0)) for name in names)
-    return {(name, seed): one(name, seed, reserve) for seed in range(seeds) for name in names}
+    reserve = max(_reserve(one(name, seeds[0])) for name in names)
+    return {(name, seed): one(name, seed, reserve) for seed in seeds for name in names}
 
 
 def _reserve(experiment: Experiment) -> int:

@@ -68,6 +68,7 @@ class RunData:
     unseen: list[dict[str, Any]] = field(default_factory=list)
     choice: dict[str, Any] | None = None  # of the number of clusters, by choose-k
     problems: list[str] = field(default_factory=list)  # why something could not be read
+    situations: tuple[str, ...] = ()  # of a comparison that the run belongs to
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ TABLES = ("run", "algorithm", "work", "dataset", "scenario", "model", "engine")
 Tables = dict[str, dict[str, Any]]
 AUTO = "auto"  # number of clusters: chosen before the run
 PROBE_CLIENTS, PROBE_ROUNDS, LARGEST_K = 100, 3, 8  # defaults of choose-k; the first two are the paper's
+MOST_SEEDS = 10_000  # of one comparison
 
 _OWN = "the dataset's"
 
@@ -86,6 +87,29 @@ def build_run(values: Mapping[str, Any]) -> tuple[RunSettings, Schedule]:
             raise UnknownName("field of run named", key, (*named, *scheduled))
     run, schedule = ({k: v for k, v in values.items() if k in fields} for fields in (named, scheduled))
     return build(RunSettings, run, "run"), build(Schedule, schedule, "run")
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """The seeds of `--seeds`: a count, a range, or a list of numbers and ranges.
+
+    >>> parse_seeds("3"), parse_seeds("5-9"), parse_seeds("1,4,7"), parse_seeds("7,0-2")
+    ((0, 1, 2), (5, 6, 7, 8, 9), (1, 4, 7), (7, 0, 1, 2))
+    """
+    expected = "--seeds must be a count >= 1 (3), a range (5-9) or a list (1,4,7)"
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, dash, last = (piece.strip() for piece in part.partition("-"))
+        numbers = [first, last] if dash else [first]
+        if not all(number.isascii() and number.isdigit() for number in numbers):
+            raise ConfigError(f"{expected}. Got '{text}' instead.")
+        if int(numbers[0]) > int(numbers[-1]) or len(seeds) + int(numbers[-1]) - int(numbers[0]) >= MOST_SEEDS:
+            raise ConfigError(f"{expected} of at most {MOST_SEEDS} seeds. Got '{text}' instead.")
+        seeds += range(int(numbers[0]), int(numbers[-1]) + 1)
+    if "," in text or "-" in text:
+        return tuple(dict.fromkeys(seeds))
+    if not 1 <= seeds[0] <= MOST_SEEDS:
+        raise ConfigError(f"{expected}. Got '{text}' instead.")
+    return tuple(range(seeds[0]))
 
 
 def read_tables(path: Path) -> Tables:

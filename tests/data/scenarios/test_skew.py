@@ -73,6 +73,26 @@ def test_quantity_skew():
     assert len(set(federation.train.index.tolist())) == 3200
 
 
+def test_label_vectors_and_sizes_are_skewed_together():
+    federation = partitioned("dirichlet", alpha=1.0, quantity=0.3, min_samples=7)
+    sizes, counts = federation.train.sizes, federation.label_counts()
+    assert sizes.sum() == 20 * (3200 // 20)
+    assert sizes.min() >= 7
+    assert sizes.max() > 4 * sizes.double().mean()
+    largest = counts[sizes.argmax()].double() / sizes.max()
+    assert largest.max() > 0.3  # far from a tenth of each class
+    alone = partitioned("quantity_skew", quantity=0.3, min_samples=7).train.sizes
+    assert torch.equal(sizes.argsort(descending=True)[:3], alone.argsort(descending=True)[:3])  # the same draw
+
+
+@pytest.mark.parametrize("samples", [50, 500])
+def test_with_skewed_sizes_samples_is_their_mean(samples: int):
+    federation = partitioned("quantity_skew", samples=samples, quantity=1.0)
+    assert federation.train.sizes.sum() == 20 * samples
+    assert federation.repeats == (20 * samples > 3200)
+    assert federation.train.sizes.max() > 2 * samples
+
+
 def test_shards_hold_few_classes():
     federation = partitioned("shards", 40, per_client=2)
     assert (federation.label_counts() > 0).sum(1).max() <= 4
@@ -123,8 +143,8 @@ def test_impossible_settings_are_refused():
         partitioned("dirichlet", dataset=rare, tests="own")
     with pytest.raises(DataError, match=r"4 samples of digits leave none for testing; use a larger scenario\.test"):
         partitioned("iid", 2, dataset=digits(4), tests="own")
-    with pytest.raises(ConfigError, match="exclude each other"):
-        partitioned("quantity_skew", samples=10)
+    with pytest.raises(DataError, match="20 clients cannot have 11 samples each of 200"):
+        partitioned("quantity_skew", samples=10, min_samples=11)
     with pytest.raises(DataError, match="cannot be cut into 6000 pieces"):
         partitioned("shards", 3000)
     with pytest.raises(DataError, match="5000 clients cannot share 3200 training samples of digits"):

@@ -43,8 +43,6 @@ class QuantitySkew(Part):
     quantity: float = setting(0.5, "Dirichlet parameter of the clients' shares: smaller is stronger", gt=0)
 
     def configure(self, partition: Partition) -> None:
-        if partition.common.samples is not None:
-            raise ConfigError("quantity_skew and scenario.samples exclude each other; use one of them.")
         partition.common = replace(partition.common, quantity=self.quantity)
 
 

@@ -1,7 +1,8 @@
 """Several runs as the table of a paper: mean and standard deviation over seeds, and a paired test.
 
-Runs that differ only in their seed share a row. Within a dataset, each row is tested against the one with the best mean
-accuracy: a two-sided paired t-test over the seeds that both have, with Holm's correction for the number of rows.
+Runs that differ only in their seed share a row. Within a dataset and situation, each row is tested against the one with
+the best mean accuracy: a two-sided paired t-test over the seeds that both have, with Holm's correction for the number
+of rows.
 Wilcoxon's test is no alternative: with n seeds its smallest p is 2 / 2^n, which is 0.25 for three. With few seeds the
 t-test, too, detects only large and consistent differences; n is shown beside p.
 """
@@ -48,6 +49,12 @@ class Row:
     dataset: str
     runs: list[int]  # positions among the runs
     values: dict[str, list[float | None]]  # column -> a value for each run
+    situation: str = ""  # of a comparison over situations
+
+    @property
+    def data(self) -> str:
+        """Rows with the same data are compared with each other."""
+        return f"{self.dataset}, {self.situation}" if self.situation else self.dataset
 
     def known(self, key: str) -> list[float]:
         """The values of the runs that have one."""
@@ -92,20 +99,26 @@ def value_of(run: RunData, key: str) -> float | None:
     return run.last(key)
 
 
-def rows_of(runs: Sequence[RunData]) -> list[Row]:
-    """The rows of the table, in order of first appearance."""
-    found: dict[str, list[int]] = {}
-    for position, run in enumerate(runs):
-        found.setdefault(repr(sorted(_settings(run).items())), []).append(position)
-    labels = _labels([runs[members[0]] for members in found.values()])
+def rows_of(runs: Sequence[RunData], situations: Sequence[str] = ()) -> list[Row]:
+    """The rows of the table, in the order of the situations, then of first appearance.
+
+    A run that stands for several situations has a row in each.
+    """
+    found: dict[tuple[str, str], list[int]] = {}
+    for situation in (*situations, ""):
+        for position, run in enumerate(runs):
+            if situation in run.situations if situation else not set(run.situations) & set(situations):
+                found.setdefault((situation, repr(sorted(_settings(run).items()))), []).append(position)
+    labels = _labels([(situation, runs[members[0]]) for (situation, _), members in found.items()])
     return [
         Row(
             label,
             runs[members[0]].dataset,
             members,
             {column.key: [value_of(runs[i], column.key) for i in members] for column in columns()},
+            situation,
         )
-        for label, members in zip(labels, found.values(), strict=True)
+        for label, ((situation, _), members) in zip(labels, found.items(), strict=True)
     ]
 
 
@@ -115,7 +128,7 @@ def _by_dataset(rows: Sequence[Row], key: str) -> list[dict[int, float]]:
     for i, row in enumerate(rows):
         mean = row.mean(key)
         if mean is not None:
-            found.setdefault(row.dataset, {})[i] = mean
+            found.setdefault(row.data, {})[i] = mean
     return [means for means in found.values() if len(means) > 1]
 
 
@@ -201,12 +214,12 @@ def _settings(run: RunData) -> dict[str, str]:
     }
 
 
-def _labels(runs: Sequence[RunData]) -> list[str]:
-    """The method of each row; where rows share method and data, also the settings in which they differ."""
+def _labels(runs: Sequence[tuple[str, RunData]]) -> list[str]:
+    """The method of each row; where rows share method, data and situation, also the settings in which they differ."""
     labels = []
-    for run in runs:
-        own = _settings(run)
-        alike = [_settings(other) for other in runs if (other.algorithm, other.dataset) == (run.algorithm, run.dataset)]
+    for situation, run in runs:
+        own, key = _settings(run), (situation, run.algorithm, run.dataset)
+        alike = [_settings(other) for place, other in runs if (place, other.algorithm, other.dataset) == key]
         keys = sorted({key for other in alike for key in own if own[key] != other.get(key)})
         parts = [f"{key.rpartition('.')[2]}={own[key].strip(chr(39))}" for key in keys]
         more = f" ({', '.join(parts[:4])}{', …' if len(parts) > 4 else ''})" if parts else ""

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -59,9 +59,9 @@ def shell(title: str, body: str, policy: str = "") -> str:
     )
 
 
-def report_html(runs: Sequence[RunData], *, tsne: bool = True) -> str:
-    """The page of one run or several."""
-    payload = page_payload(runs, tsne=tsne)
+def report_html(runs: Sequence[RunData], *, tsne: bool = True, situations: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The page of one run or several; `situations` are those of their comparison."""
+    payload = page_payload(runs, tsne=tsne, situations=situations)
     title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs"
     scripts = [static(name) for name in SCRIPTS]
     policy = f"script-src {' '.join(_hash(script) for script in scripts)}; "
@@ -82,11 +82,16 @@ def report_html(runs: Sequence[RunData], *, tsne: bool = True) -> str:
 
 
 def write_report(
-    runs: Sequence[RunData], path: Path, *, tsne: bool = True, say: Callable[[str], None] = lambda text: None
+    runs: Sequence[RunData],
+    path: Path,
+    *,
+    tsne: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+    situations: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
     """Write the page completely, or leave the old file as it was."""
     say(f"writing the report of {len(runs)} run(s)")
-    text = report_html(runs, tsne=tsne)
+    text = report_html(runs, tsne=tsne, situations=situations)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

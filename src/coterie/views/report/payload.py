@@ -20,6 +20,7 @@ from coterie.runs.reading import RunData
 from coterie.views.report import compare
 from coterie.views.report.flow import confusion_of, flow_of_run, is_alone, sizes_of
 from coterie.views.report.map import mapped_clients, neighbours, principal
+from coterie.views.report.situations import heat_map
 from coterie.views.words import size_text
 
 Payload = dict[str, Any]
@@ -34,9 +35,11 @@ MOST_CLASSES = 62
 _ENVIRONMENT = ("coterie", "python", "torch", "platform", "threads", "gpu", "date", "digest")
 
 
-def page_payload(runs: Sequence[RunData], *, tsne: bool = True) -> Payload:
-    """The data of a page of these runs."""
-    table = compare_payload(runs) if len(runs) > 1 else None
+def page_payload(
+    runs: Sequence[RunData], *, tsne: bool = True, situations: Sequence[Mapping[str, Any]] = ()
+) -> Payload:
+    """The data of a page of these runs; `situations` are those of their comparison."""
+    table = compare_payload(runs, situations) if len(runs) > 1 else None
     return {"runs": [run_payload(run, tsne=tsne) for run in runs], "compare": table}
 
 
@@ -94,9 +97,9 @@ def tsne_payload(run: RunData) -> list[list[float | None]] | None:
     return None if found is None else [_numbers(column, 3) for column in found.T]
 
 
-def compare_payload(runs: Sequence[RunData]) -> Payload:
-    """The table of several runs."""
-    rows = compare.rows_of(runs)
+def compare_payload(runs: Sequence[RunData], situations: Sequence[Mapping[str, Any]] = ()) -> Payload:
+    """The table of several runs, and the heat map of a comparison over situations."""
+    rows = compare.rows_of(runs, [str(item["name"]) for item in situations])
     columns = [c for c in compare.columns() if any(row.known(c.key) for row in rows)]
     best = {column.key: compare.best_of(rows, column) for column in columns}
 
@@ -110,7 +113,8 @@ def compare_payload(runs: Sequence[RunData]) -> Payload:
         "rows": [
             {
                 "label": row.label,
-                "dataset": row.dataset,
+                "dataset": row.data,
+                "situation": row.situation,
                 "runs": row.runs,
                 "seeds": [runs[i].seed for i in row.runs],
                 "cells": [cell(i, row, column) for column in columns],
@@ -120,7 +124,8 @@ def compare_payload(runs: Sequence[RunData]) -> Payload:
             }
             for i, (row, test) in enumerate(zip(rows, compare.compared_to_best(runs, rows), strict=True))
         ],
-        "datasets": len({row.dataset for row in rows}),
+        "datasets": len({row.data for row in rows}),
+        "heat": heat_map(rows, situations),
     }
 
 

@@ -338,7 +338,7 @@ const Charts = (() => {
 
   // ---- grids of shades ----
 
-  // rows[r][c] in [0, top]; there are eight shades, one path each, so that many cells take little memory.
+  // values[r][c] in [0, top]; numbers(v, r, c, width) is the text of a cell, with `zeros` also of an empty one. There are eight shades, one path each, so that many cells take little memory.
   function grid(host, spec) {
     host.replaceChildren();
     const rows = spec.values.length, columns = spec.values[0].length;
@@ -363,8 +363,8 @@ const Charts = (() => {
     });
     draw("rect", { x: left, y: top, width: columns * cellW, height: rows * cellH, fill: "none", class: "axis" }, svg);
     if (spec.numbers && cellW >= 20) spec.values.forEach((row, r) => row.forEach((v, c) => {
-      if (!known(v) || v <= 0) return;
-      draw("text", { class: v / high > 0.55 ? "inverse" : "strong", x: left + (c + 0.5) * cellW, y: top + (r + 0.5) * cellH + 4, "text-anchor": "middle", text: spec.numbers(v) }, svg);
+      if (!known(v) || (v <= 0 && !spec.zeros)) return;
+      draw("text", { class: v / high > 0.55 ? "inverse" : "strong", x: left + (c + 0.5) * cellW, y: top + (r + 0.5) * cellH + 4, "text-anchor": "middle", "font-weight": spec.bold && spec.bold(r, c) ? 700 : null, text: spec.numbers(v, r, c, cellW) }, svg);
     }));
     const every = Math.max(1, Math.ceil(13 / cellH));
     spec.rows.forEach((name, r) => { if (r % every === 0) draw("text", { x: left - 5, y: top + (r + 0.5) * cellH + 4, "text-anchor": "end", text: clipped(name, Math.max(4, Math.floor((left - 8) / 6.2))) }, svg); });

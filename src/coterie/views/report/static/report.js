@@ -3,7 +3,7 @@
 "use strict";
 const Report = (() => {
   const { el, lines, stacked, flow, points, grid, bubbles, table, colour, clusterName, short, percent, bytes, known } = Charts;
-  const choices = { run: 0, map: "pca", metric: "accuracy", against: "round", each: false };
+  const choices = { run: 0, map: "pca", metric: "accuracy", against: "round", each: false, heat: "accuracy", situation: "" };
   const panels = new Map(); // id -> {node, host, extra, draw}
   let data = null, root = null, options = {};
 
@@ -384,6 +384,7 @@ const Report = (() => {
     let head = home.querySelector("h2"), cards = home.querySelector(".cards");
     if (!head) { head = el("h2", {}, ""); cards = el("div", { class: "cards" }); home.append(head, cards); }
     head.textContent = `${data.runs.length} runs compared`;
+    if (data.compare.heat) heat(cards, data.compare.heat);
     const offered = data.runs[0].metrics.filter((m) => ["curves", "compare"].some((where) => m.shown.includes(where)) && data.runs.some((run) => has(run, m.key)));
     if (!offered.some((m) => m.key === choices.metric) && offered.length) choices.metric = offered[0].key;
     panel(cards, "overlay", "Curves", "One line per row of the table: the mean over its seeds, with the standard deviation as a band. Click a name in the legend to hide its line.", (host, item) => {
@@ -391,12 +392,31 @@ const Report = (() => {
       const select = el("select", { "aria-label": "score", onchange: (event) => { choices.metric = event.target.value; repaint(item); } }, offered.map((m) => el("option", { value: m.key, selected: m.key === choices.metric }, m.label)));
       const against = el("select", { "aria-label": "against", onchange: (event) => { choices.against = event.target.value; repaint(item); } }, [["round", "by round"], ["bytes", "by bytes sent"], ["seconds", "by seconds"]].map(([key, text]) => el("option", { value: key, selected: key === choices.against }, text)));
       const each = el("label", {}, el("input", { type: "checkbox", checked: choices.each, onchange: (event) => { choices.each = event.target.checked; repaint(item); } }), " every run");
-      item.controls.replaceChildren(select, against, each);
+      const places = data.compare.heat ? [el("select", { "aria-label": "situation", onchange: (event) => { choices.situation = event.target.value; repaint(item); } }, data.compare.heat.names.map((s) => el("option", { value: s, selected: s === choices.situation }, s)))] : [];
+      item.controls.replaceChildren(...places, select, against, each);
       const isBytes = choices.against === "bytes", isTime = choices.against === "seconds";
       lines(host, { title: `${name} of ${data.runs.length} runs`, x: [], height: 320, series: overlay(choices.metric), format, nearest: true, floor: floorOf(metric), ceiling: format === percent ? 1 : undefined,
         axisFormat: format === percent ? (v) => `${+(100 * v).toFixed(2)} %` : short, xLabel: isBytes ? "bytes sent" : isTime ? "seconds" : "round", xFormat: isBytes ? bytes : short, xMin: isBytes || isTime ? 0 : undefined });
     }, { wide: true });
     panel(cards, "table", "Table", "", (host) => { host.replaceChildren(paper()); }, { wide: true });
+  }
+
+  // Situations and methods: the numbers are in the cells, so nothing is read from a colour or a tooltip alone.
+  function heat(home, found) {
+    const { names, about, methods, cells, maps, behind } = found;
+    if (!names.includes(choices.situation)) choices.situation = names[0];
+    const chosen = () => maps.find((m) => m.key === choices.heat) || maps[0];
+    const text = (m, pair, digits) => (known(pair[0]) ? (m.unit === "%" ? 100 * pair[0] : pair[0]).toFixed(digits) : "–") + (known(pair[1]) ? ` ±${(m.unit === "%" ? 100 * pair[1] : pair[1]).toFixed(digits)}` : "");
+    const title = (m) => `${m.title}${m.unit ? `, ${m.unit}` : ""}`;
+    panel(home, "heat", "Situations and methods", `Mean over the seeds. Colour of scores: how far a method is behind the best one in that situation; full colour and bold is the best, no colour is ${Math.round(100 * behind)} points or more behind. Colour of ARI: its value.`, (host, item) => {
+      const map = chosen();
+      choose(item.controls, maps.map((m) => [m.key, m.title]), map.key, (key) => { choices.heat = key; repaint(item); });
+      grid(host, { title: `${title(map)} of ${methods.length} methods in ${names.length} situations`, values: map.shades, top: 1, rows: names, columns: methods, left: 92, most: 120, cellHeight: 26, zeros: true, bold: (r, c) => map.relative && map.shades[r][c] === 1,
+        numbers: (v, r, c, width) => { const pair = cells[r][c][map.key], digits = map.unit === "%" ? 1 : 2; return text(map, width < 76 ? [pair[0]] : pair, digits); },
+        describe: (r, c) => { const cell = cells[r][c]; return [`${names[r]}, ${methods[c]}`, about[r], ...(cell ? [...maps.map((m) => `${title(m)}: ${text(m, cell[m.key], 2)}`), `sent: ${bytes(1e6 * cell.megabytes)}`, `${cell.seeds} seed(s)`] : ["no run"])].filter(Boolean); } });
+    }, { wide: true,
+      table: () => table({ columns: ["situation", "method", "seeds", ...maps.map(title), "MB sent", "what"].map((name, i, all) => ({ name, number: i > 1 && i < all.length - 1 })),
+        rows: names.flatMap((name, r) => methods.flatMap((method, c) => { const cell = cells[r][c]; return cell ? [[name, method, cell.seeds, ...maps.map((m) => ({ text: text(m, cell[m.key], 2), sort: cell[m.key][0], best: m.relative && m.shades[r][c] === 1 })), cell.megabytes, about[r]]] : []; })) }) });
   }
 
   function xOf(run) {
@@ -410,8 +430,9 @@ const Report = (() => {
 
   function overlay(metric) {
     const several = data.compare.datasets > 1;
-    return data.compare.rows.flatMap((row, c) => {
-      const name = several ? `${row.label} on ${row.dataset}` : row.label, dash = ["", "9 3", "4 2.5", "10 3 2 3", "7 2 2 2 2 2"][c % 5]; // of two lines that coincide, both are visible
+    const rows = data.compare.rows.filter((row) => !data.compare.heat || row.situation === choices.situation);
+    return rows.flatMap((row, c) => {
+      const name = several && !data.compare.heat ? `${row.label} on ${row.dataset}` : row.label, dash = ["", "9 3", "4 2.5", "10 3 2 3", "7 2 2 2 2 2"][c % 5]; // of two lines that coincide, both are visible
       const runs = row.runs.map((i) => data.runs[i]).filter((run) => has(run, metric));
       if (!runs.length) return [];
       if (choices.each || runs.length === 1) return runs.map((run) => ({ name: runs.length === 1 ? name : `${name}, seed ${run.seed}`, colour: c, dash, x: xOf(run), values: run.curves[metric], width: 1.4 }));

@@ -1,0 +1,142 @@
+"""Tables of methods and situations: one per number, rows are methods, columns are situations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from coterie.cli.output import table_of
+from coterie.runs.batch import SITUATION
+from coterie.runs.comparison import Row
+from coterie.runs.metrics import METRICS, Format
+from coterie.views.words import size_text
+
+SHOWN = ("accuracy", "bottom5", "ari")  # keys of metrics; bytes come last
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A mean over seeds as it is shown."""
+
+    text: str = "-"
+    is_best: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One number of every method in every situation."""
+
+    title: str
+    methods: list[str]
+    situations: list[str]
+    cells: dict[tuple[str, str], Cell]  # method, situation
+
+    def cell(self, method: str, situation: str) -> Cell:
+        """An empty one if no run finished."""
+        return self.cells.get((method, situation), Cell())
+
+
+def grids_of(rows: Sequence[Row]) -> list[Grid]:
+    """Accuracy, worst clients, agreement with the true groups, and bytes sent."""
+    found = []
+    for key in SHOWN:
+        metric = METRICS[key]
+        title = f"{metric.label}{', %' if metric.format.factor == 100 else ''}"
+        found.append(
+            _grid(title, rows, metric.read, Format(metric.format.factor, 1 if metric.format.factor == 100 else 2))
+        )
+    found.append(_grid("bytes sent per run", rows, _bytes, None))
+    return found
+
+
+def _grid(title: str, rows: Sequence[Row], read: Any, form: Format | None) -> Grid:
+    place = {(row["labels"]["method"], row["labels"][SITUATION]): row for row in rows}
+    methods, situations = (list(dict.fromkeys(key[i] for key in place)) for i in (0, 1))
+    several = any(row["seeds"] > 1 for row in rows)
+    cells: dict[tuple[str, str], Cell] = {}
+    for situation in situations:
+        values = {method: read(place[method, situation]) for method in methods if (method, situation) in place}
+        texts = {method: _text(value, form, several) for method, value in values.items()}
+        best = (
+            max((texts[m].partition("±")[0] for m in texts if texts[m] != "-"), key=float, default="") if form else ""
+        )
+        for method, text in texts.items():
+            cells[method, situation] = Cell(text, bool(best) and text.partition("±")[0] == best)
+    return Grid(title, methods, situations, cells)
+
+
+def _text(value: Any, form: Format | None, several: bool) -> str:
+    if value is None:
+        return "-"
+    if form is None:
+        return size_text(value["mean"])
+    return form.text(value["mean"]) + (f"±{form.text(value['std'])}" if several else "")
+
+
+def _bytes(row: Row) -> dict[str, float] | None:
+    parts = [row["bytes"][way] for way in ("down", "up")]
+    return None if None in parts else {"mean": sum(part["mean"] for part in parts)}
+
+
+def print_grids(console: Console, grids: Sequence[Grid], title: str) -> None:
+    """Print the grids; if the situations do not fit beside each other, they are the rows."""
+    console.print(title, soft_wrap=True, markup=False)
+    for grid in grids:
+        wide = _lines(grid, is_turned=False)
+        needed = sum(max(len(row[i].text) for row in wide) + 3 for i in range(len(wide[0]))) + 1
+        lines = wide if needed <= console.width else _lines(grid, is_turned=True)
+        heads = [cell.text for cell in lines[0]]
+        cells = [[Text(c.text, style="bold green" if c.is_best else "") for c in row] for row in lines[1:]]
+        console.print(table_of(grid.title, heads, cells, text=heads[:1]))
+
+
+def _lines(grid: Grid, is_turned: bool) -> list[list[Cell]]:
+    """The cells of a table with its heads."""
+    if is_turned:
+        head = [Cell(SITUATION), *(Cell(method) for method in grid.methods)]
+        rows = [[Cell(s), *(grid.cell(m, s) for m in grid.methods)] for s in grid.situations]
+        return [head, *rows]
+    head = [Cell("method"), *(Cell(situation) for situation in grid.situations)]
+    return [head, *([Cell(m), *(grid.cell(m, s) for s in grid.situations)] for m in grid.methods)]
+
+
+# ---- Markdown ----
+
+
+def markdown_of(title: str, rows: Sequence[Row], grids: Sequence[Grid], situations: Sequence[Mapping[str, Any]]) -> str:
+    """The comparison as a page of tables; the best of each situation is bold."""
+    seeds = max(row["seeds"] for row in rows)
+    parts = [f"# {title}, {seeds} seed(s)", "Mean ± standard deviation over the seeds."]
+    if not grids:
+        return "\n\n".join([*parts, _plain_markdown(rows)]) + "\n"
+    for grid in grids:
+        lines = _lines(grid, is_turned=False)
+        cells = [[f"**{cell.text}**" if cell.is_best else cell.text for cell in row] for row in lines]
+        parts += [f"## {grid.title}", _markdown_table(cells)]
+    if situations:
+        told = [[str(s["name"]), str(s["about"]), f"`{s['settings']}`"] for s in situations]
+        parts += ["## Situations", _markdown_table([["situation", "what", "settings"], *told])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _plain_markdown(rows: Sequence[Row]) -> str:
+    """A comparison or sweep without situations: one line per set of labels."""
+    labels = list(dict.fromkeys(key for row in rows for key in row["labels"]))
+    shown = [METRICS[key] for key in SHOWN]
+    several = any(row["seeds"] > 1 for row in rows)
+    lines = [[*labels, *(f"{m.label}{', %' if m.format.unit == '%' else ''}" for m in shown), "bytes sent", "seconds"]]
+    for row in rows:
+        scores = [_text(metric.read(row), metric.format, several) for metric in shown]
+        costs = [_text(_bytes(row), None, several), _text(row["seconds"], Format(1, 1), several)]
+        lines.append([*(str(row["labels"].get(label, "")) for label in labels), *scores, *costs])
+    return _markdown_table(lines)
+
+
+def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    head, *rows = [[cell.replace("|", "\\|") for cell in row] for row in lines]
+    ruler = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ruler, *rows))

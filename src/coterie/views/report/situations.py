@@ -1,0 +1,70 @@
+"""A comparison over situations as a heat map: rows are situations, columns are methods.
+
+The colour of a score says how far a method is behind the best one in that situation, because situations differ in
+difficulty: 85 % may be the best there is. The agreement with the true groups is coloured by its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coterie.runs.metrics import METRICS
+from coterie.views.report.compare import Row
+
+BEHIND = 0.15  # a score this far behind the best has no colour
+MAPS = ("accuracy", "bottom5", "ari")  # keys of metrics; the first is shown at the start
+_ABSOLUTE = ("ari",)  # coloured by the value itself
+
+
+def heat_map(rows: Sequence[Row], situations: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The data of the heat map; None if the rows are not of several situations."""
+    names = [str(item["name"]) for item in situations if any(row.situation == item["name"] for row in rows)]
+    if len(names) < 2:
+        return None
+    methods = list(dict.fromkeys(row.label for row in rows if row.situation in names))
+    at = {(row.situation, row.label): row for row in rows}
+    grid = [[at.get((name, method)) for method in methods] for name in names]
+    about = {str(item["name"]): str(item.get("about", "")) for item in situations}
+    return {
+        "names": names,
+        "about": [about[name] for name in names],
+        "methods": methods,
+        "cells": [[None if row is None else _cell(row) for row in line] for line in grid],
+        "maps": [
+            {
+                "key": key,
+                "title": METRICS[key].label,
+                "about": METRICS[key].about,
+                "unit": METRICS[key].format.unit,
+                "relative": key not in _ABSOLUTE,
+                "shades": [shades([None if row is None else row.mean(key) for row in line], key) for line in grid],
+            }
+            for key in MAPS
+            if any(row is not None and row.mean(key) is not None for line in grid for row in line)
+        ],
+        "behind": BEHIND,
+    }
+
+
+def shades(values: Sequence[float | None], key: str) -> list[float | None]:
+    """The colours of the methods in one situation, from 0 (none) to 1 (full).
+
+    >>> shades([0.9, 0.84, 0.5, None], "accuracy")
+    [1.0, 0.6, 0.0, None]
+    >>> shades([0.3, -0.1], "ari")
+    [0.3, 0.0]
+    """
+    known = [value for value in values if value is not None]
+    if key in _ABSOLUTE:
+        return [None if value is None else round(min(1.0, max(0.0, value)), 4) for value in values]
+    return [None if value is None else round(max(0.0, 1 - (max(known) - value) / BEHIND), 4) for value in values]
+
+
+def _cell(row: Row) -> dict[str, Any]:
+    """Mean and standard deviation of what the map and its notes show."""
+
+    def pair(key: str) -> list[float | None]:
+        return [None if value is None else round(value, 5) for value in (row.mean(key), row.deviation(key))]
+
+    return {"seeds": len(row.runs), "megabytes": pair("megabytes")[0], **{key: pair(key) for key in MAPS}}
