@@ -270,9 +270,7 @@ struct Net {
       if (i < split) {
         if (l.kind == RELU && i > 0) {
           out[i] = out[i - 1];
-        } else if (l.kind == FLATTEN) {
-          out[i] = kept, kept += whole(l.out_channels);
-        } else {
+        } else if (l.kind != FLATTEN) {  // its output lies in `flats`
           out[i] = kept, kept += after(l);
         }
         largest = std::max(largest, std::max(inside(l), after(l)));
@@ -364,35 +362,46 @@ struct Step {
 
 // ---- one client ----
 
+enum Use { OUTPUTS, INPUT_GRADIENTS, TRAINING };  // what memory a client needs
+
 struct Client {
   const Net& net;
   i64 batch;  // most samples at a time
+  i64 apart;  // of two samples in `kept`; 0: only outputs are wanted, and each sample writes over the one before it
   real *weights, *speed, *gradient, *anchor, *extra, *inner_weights;
-  real *kept, *patches, *framed, *one, *other, *vectors, *laid, *deltas, *sum;
+  real *kept, *patches, *framed, *one, *other, *flats, *vectors, *laid, *deltas, *sum;
   std::vector<const real*> rows;                 // samples as they lie
   std::vector<std::vector<const real*>> inputs;  // of each vector layer, by sample
   std::vector<i64> labels;
   std::vector<real> shares;  // of each sample in the loss
 
-  Client(const Net& net, i64 batch, Memory& memory, bool training) : net(net), batch(batch) {
+  Client(const Net& net, i64 batch, Memory& memory, Use use) : net(net), batch(batch) {
     i64 p = net.size, vector_layers = (i64)net.layers.size() - net.split;
+    apart = use == OUTPUTS ? 0 : net.kept;
     weights = memory.take(0, p);
     memset(weights, 0, p * sizeof(real));
-    kept = memory.take(1, net.kept * batch);
+    i64 all_kept = use == OUTPUTS ? net.kept : net.kept * batch;
+    kept = memory.take(1, all_kept);
     patches = memory.take(2, net.patches);
     framed = memory.take(14, net.frame);
     one = memory.take(3, net.largest);
     vectors = memory.take(5, vector_layers * batch * net.width);
     memset(vectors, 0, vector_layers * batch * net.width * sizeof(real));
-    memset(kept, 0, net.kept * batch * sizeof(real));
+    memset(kept, 0, all_kept * sizeof(real));
+    if (net.split) {
+      flats = memory.take(15, batch * net.width);
+      memset(flats, 0, batch * net.width * sizeof(real));
+    }
     if (!net.split && net.sample % V) {  // samples with a rest are laid out in whole vectors
       laid = memory.take(13, batch * whole(net.sample));
       memset(laid, 0, batch * whole(net.sample) * sizeof(real));
     }
-    if (training) {
+    if (use != OUTPUTS) {
       other = memory.take(4, net.largest);
       deltas = memory.take(6, 2 * batch * net.width);
       memset(deltas, 0, 2 * batch * net.width * sizeof(real));
+    }
+    if (use == TRAINING) {
       speed = memory.take(7, p);
       gradient = memory.take(8, p);
       anchor = memory.take(9, p);
@@ -521,12 +530,12 @@ struct Client {
   }
 
   void picture(const real* w, i64 b) {
-    real* mine = kept + b * net.kept;
+    real* mine = kept + b * apart;
     const real* x = rows[b];
     bool is_sample = true;  // planes of a sample have no padding
     for (i64 i = 0; i < net.split; i++) {
       const Layer& l = net.layers[i];
-      real* to = mine + net.out[i];
+      real* to = l.kind == FLATTEN ? flats + b * net.width : mine + net.out[i];
       i64 plane = came(l, is_sample), next = Net::plane(l.out_height, l.out_width);
       if (l.kind == CONV) {
         make_patches(l, x, plane);
@@ -618,7 +627,7 @@ struct Client {
     if (net.split) {
       for (i64 b = 0; b < count; b++) {
         picture(w, b);
-        inputs[0][b] = kept + b * net.kept + net.out[net.split - 1];
+        inputs[0][b] = flats + b * net.width;
       }
     } else if (net.sample % V == 0) {
       for (i64 b = 0; b < count; b++) inputs[0][b] = rows[b];
@@ -651,29 +660,113 @@ struct Client {
     }
   }
 
+  // The gradient of a sample's loss with respect to its outputs.
+  void output_error(i64 b, real* d) const {
+    const real* y = inputs.back()[b];
+    i64 classes = net.outputs;
+    real top = y[0], total = 0;
+    for (i64 j = 1; j < classes; j++) top = y[j] > top ? y[j] : top;
+    for (i64 j = 0; j < classes; j++) total += d[j] = std::exp(y[j] - top);
+    real share = shares[b] / total;
+    for (i64 j = 0; j < classes; j++) d[j] *= share;
+    d[labels[b]] -= shares[b];
+    for (i64 j = classes; j < whole(classes); j++) d[j] = 0;
+  }
+
+  // The loss of a sample, after `forward`.
+  real loss(i64 b) const {
+    const real* y = inputs.back()[b];
+    real top = y[0], total = 0;
+    for (i64 j = 1; j < net.outputs; j++) top = y[j] > top ? y[j] : top;
+    for (i64 j = 0; j < net.outputs; j++) total += std::exp(y[j] - top);
+    return std::log(total) - (y[labels[b]] - top);
+  }
+
+  // The gradient of each sample's loss with respect to the sample itself, after `forward`; `result(b, gradient)` gets
+  // it as the sample lies. Samples that are not `wanted` are left out. No gradient of a weight is computed.
+  template <class Result> void input_gradients(const real* w, i64 count, const std::vector<bool>& wanted, Result result) {
+    real *delta = deltas, *below = deltas + batch * net.width;
+    i64 width = net.width;
+    for (i64 b = 0; b < count; b++) output_error(b, delta + b * width);
+    for (i64 i = (i64)net.layers.size() - 1; i >= net.split; i--) {
+      const Layer& l = net.layers[i];
+      if (l.kind == RELU) {
+        relu_back(i, count, delta);
+        continue;
+      }
+      const Slot& slot = net.slots[l.weight];
+      i64 row = slot.step();
+      real* to = below;
+      outer(count, row, l.out_channels, delta, width, 1, Strided{w + slot.at, row},
+            [=](i64 m, i64 n, vec v) { store(to + m * width + n, v); });
+      std::swap(delta, below);
+    }
+    for (i64 b = 0; b < count; b++) {
+      if (!wanted[b]) continue;
+      const real* own = delta + b * width;
+      result(b, net.split ? picture_input_gradient(w, b, own) : own);
+    }
+  }
+
+  const real* picture_input_gradient(const real* w, i64 b, const real* delta) {
+    real* mine = kept + b * apart;
+    real *now = one, *below = other;
+    for (i64 i = net.split - 1; i >= 0; i--) {
+      const Layer& l = net.layers[i];
+      const real* x = i ? mine + net.out[i - 1] : rows[b];
+      i64 plane = came(l, i == 0), next = Net::plane(l.out_height, l.out_width);
+      if (l.kind == CONV) {
+        const Slot& slot = net.slots[l.weight];
+        i64 step = slot.step();
+        real* found = patches;
+        outer(slot.columns, next, l.out_channels, w + slot.at, 1, step, Strided{now, next},
+              [=](i64 m, i64 n, vec v) { store(found + m * next + n, v); });
+        add_patches(l, found, below, plane);
+        std::swap(now, below);
+      } else {
+        plain_back(l, x, plane, mine + net.out[i], next, delta, now, below);
+        if (i == 0 && l.kind == RELU && plane != next)  // planes of a sample have no padding
+          for (i64 c = 1; c < l.in_channels; c++) memmove(now + c * plane, now + c * next, plane * sizeof(real));
+      }
+    }
+    return now;
+  }
+
+  // Back through a ReLU over vectors.
+  void relu_back(i64 i, i64 count, real* delta) const {
+    i64 length = whole(net.layers[i].in_channels);
+    for (i64 b = 0; b < count; b++) {
+      const real* y = inputs[i - net.split + 1][b];
+      real* d = delta + b * net.width;
+      for (i64 j = 0; j < length; j++) d[j] = y[j] <= 0 ? 0 : d[j];
+    }
+  }
+
+  // Back through a picture layer without parameters; `now` is the gradient of its output, then that of its input.
+  void plain_back(const Layer& l, const real* x, i64 plane, const real* y, i64 next, const real* delta,
+                  real*& now, real*& below) const {
+    if (l.kind == FLATTEN) {
+      for (i64 c = 0; c < l.in_channels; c++) {
+        memcpy(now + c * plane, delta + c * l.in_height * l.in_width, l.in_height * l.in_width * sizeof(real));
+        for (i64 j = l.in_height * l.in_width; j < plane; j++) now[c * plane + j] = 0;
+      }
+    } else if (l.kind == RELU) {
+      for (i64 j = 0; j < l.in_channels * next; j++) now[j] = y[j] <= 0 ? 0 : now[j];
+    } else {
+      pool_back(l, x, plane, y, now, next, below);
+      std::swap(now, below);
+    }
+  }
+
   // The gradient of the mean loss of the samples in hand at `w`, given to `step` as it comes.
   void backward(const real* w, i64 count, const Step& step) {
-    i64 layers = net.layers.size(), classes = net.outputs;
+    i64 layers = net.layers.size();
     real *delta = deltas, *below = deltas + batch * net.width;
-    for (i64 b = 0; b < count; b++) {
-      const real* y = inputs.back()[b];
-      real* d = delta + b * net.width;
-      real top = y[0], total = 0;
-      for (i64 j = 1; j < classes; j++) top = y[j] > top ? y[j] : top;
-      for (i64 j = 0; j < classes; j++) total += d[j] = std::exp(y[j] - top);
-      real share = shares[b] / total;
-      for (i64 j = 0; j < classes; j++) d[j] *= share;
-      d[labels[b]] -= shares[b];
-      for (i64 j = classes; j < whole(classes); j++) d[j] = 0;
-    }
+    for (i64 b = 0; b < count; b++) output_error(b, delta + b * net.width);
     for (i64 i = layers - 1; i >= net.split && i >= net.first; i--) {
       const Layer& l = net.layers[i];
       if (l.kind == RELU) {
-        for (i64 b = 0; b < count; b++) {
-          const real* y = inputs[i - net.split + 1][b];
-          real* d = delta + b * net.width;
-          for (i64 j = 0; j < whole(l.in_channels); j++) d[j] = y[j] <= 0 ? 0 : d[j];
-        }
+        relu_back(i, count, delta);
         continue;
       }
       const Slot& slot = net.slots[l.weight];
@@ -716,23 +809,14 @@ struct Client {
   }
 
   void picture_back(const real* w, i64 b, const real* delta) {
-    real* mine = kept + b * net.kept;
+    real* mine = kept + b * apart;
     real *now = one, *below = other;
     for (i64 i = net.split - 1; i >= net.first; i--) {
       const Layer& l = net.layers[i];
       const real* x = i ? mine + net.out[i - 1] : rows[b];
       i64 plane = came(l, i == 0), next = Net::plane(l.out_height, l.out_width);
-      if (l.kind == FLATTEN) {
-        for (i64 c = 0; c < l.in_channels; c++) {
-          memcpy(now + c * plane, delta + c * l.in_height * l.in_width, l.in_height * l.in_width * sizeof(real));
-          for (i64 j = l.in_height * l.in_width; j < plane; j++) now[c * plane + j] = 0;
-        }
-      } else if (l.kind == RELU) {
-        const real* y = mine + net.out[i];
-        for (i64 j = 0; j < l.in_channels * next; j++) now[j] = y[j] <= 0 ? 0 : now[j];
-      } else if (l.kind == POOL) {
-        pool_back(l, x, plane, mine + net.out[i], now, next, below);
-        std::swap(now, below);
+      if (l.kind != CONV) {
+        plain_back(l, x, plane, mine + net.out[i], next, delta, now, below);
       } else {
         const Slot& slot = net.slots[l.weight];
         i64 depth = slot.columns, step = slot.step();
@@ -824,7 +908,7 @@ int train(const i64* table, i64 layers, i64 size, i64 clients, i64 threads, cons
     Net net(table, layers);
     size_t slots = net.slots.size();
     return over_clients(clients, threads, [&](i64 i, Memory& memory) {
-      Client client(net, std::min(batch[i], sizes[i]), memory, true);
+      Client client(net, std::min(batch[i], sizes[i]), memory, TRAINING);
       std::vector<const real*> from(slots);
       std::vector<real*> to(slots);
       for (size_t s = 0; s < slots; s++) from[s] = start + i * start_step + offsets[s];
@@ -885,7 +969,7 @@ int gradients(const i64* table, i64 layers, i64 clients, i64 threads, i64 batch,
     Net net(table, layers);
     size_t slots = net.slots.size();
     return over_clients(clients, threads, [&](i64 i, Memory& memory) {
-      Client client(net, batch, memory, true);
+      Client client(net, batch, memory, TRAINING);
       std::vector<const real*> from(slots);
       std::vector<real*> to(slots);
       for (size_t s = 0; s < slots; s++) from[s] = params[s] + i * numel[s], to[s] = found[s] + i * numel[s];
@@ -917,7 +1001,7 @@ int outputs(const i64* table, i64 layers, i64 models, i64 threads, const i64* of
     i64 pieces = (samples + share - 1) / share;
     return over_clients(models * pieces, threads, [&](i64 number, Memory& memory) {
       i64 i = number / pieces, begin = number % pieces * share, end = std::min(begin + share, samples);
-      Client client(net, std::min(tile, end - begin), memory, false);
+      Client client(net, std::min(tile, end - begin), memory, OUTPUTS);
       std::vector<const real*> from(slots);
       for (size_t s = 0; s < slots; s++) from[s] = flat + i * flat_step + offsets[s];
       client.pack(client.weights, from.data());
@@ -927,6 +1011,141 @@ int outputs(const i64* table, i64 layers, i64 models, i64 threads, const i64* of
         client.forward(client.weights, count);
         for (i64 b = 0; b < count; b++)
           memcpy(result + (i * samples + at + b) * net.outputs, client.inputs.back()[b], net.outputs * sizeof(real));
+      }
+    });
+  } catch (...) {
+    return 1;
+  }
+}
+// Moves samples x [models, samples, D] by Adam until their model classifies them as `labels` [samples]. The loss of a
+// sample is its cross-entropy + pull * ||x - mean||. A step is m / (sqrt(v) * slope[t] + floor[t]). A sample takes at
+// least `least` steps, and stops when its cross-entropy is below `enough`, or after `most` steps. What becomes of a
+// sample depends on no other sample. steps [models, samples]: how many each took.
+int search(const i64* table, i64 layers, i64 models, i64 threads, const i64* offsets, const real* flat, i64 flat_step,
+           i64 samples, real* x, const i64* labels, const real* mean, double pull, const real* slope,
+           const real* floor, i64 least, i64 most, double enough, i64* steps) {
+  try {
+    Net net(table, layers);
+    size_t slots = net.slots.size();
+    const i64 tile = 16;  // samples at a time: what they leave in the layers should stay in a cache
+    i64 pieces = (samples + tile - 1) / tile, length = whole(net.sample);
+    return over_clients(models * pieces, threads, [&](i64 number, Memory& memory) {
+      i64 i = number / pieces, begin = number % pieces * tile, count = std::min(tile, samples - begin);
+      Client client(net, count, memory, INPUT_GRADIENTS);
+      std::vector<const real*> from(slots);
+      for (size_t s = 0; s < slots; s++) from[s] = flat + i * flat_step + offsets[s];
+      client.pack(client.weights, from.data());
+      real* values = memory.take(16, 3 * count * length);  // of each sample: x, m, v
+      real* center = memory.take(17, length);
+      memset(values, 0, 3 * count * length * sizeof(real));
+      memset(center, 0, length * sizeof(real));
+      memcpy(center, mean, net.sample * sizeof(real));
+      real* own = x + (i * samples + begin) * net.sample;
+      std::vector<i64> active(count);
+      for (i64 b = 0; b < count; b++) {
+        memcpy(values + 3 * b * length, own + b * net.sample, net.sample * sizeof(real));
+        active[b] = b;
+      }
+      auto leave = [&](i64 b, i64 done) {
+        memcpy(own + b * net.sample, values + 3 * b * length, net.sample * sizeof(real));
+        steps[i * samples + begin + b] = done;
+      };
+      i64 at = 0;
+      for (; at < most && !active.empty(); at++) {
+        i64 moving = active.size();
+        for (i64 b = 0; b < moving; b++) {
+          client.rows[b] = values + 3 * active[b] * length;
+          client.labels[b] = labels[begin + active[b]];
+          client.shares[b] = 1;
+        }
+        client.forward(client.weights, moving);
+        std::vector<bool> stays(moving, true);
+        if (at >= least)
+          for (i64 b = 0; b < moving; b++) stays[b] = !(client.loss(b) < enough);
+        real now = slope[at], low = floor[at];
+        if (std::find(stays.begin(), stays.end(), true) == stays.end()) break;
+        client.input_gradients(client.weights, moving, stays, [&](i64 b, const real* gradient) {
+          real *place = values + 3 * active[b] * length, *m = place + length, *v = m + length;
+          vec square = {};
+          for (i64 j = 0; j < length; j += V) {
+            vec apart = load(place + j) - load(center + j);
+            square += apart * apart;
+          }
+          real norm = 0;
+          for (int j = 0; j < V; j++) norm += square[j];
+          norm = std::sqrt(norm);
+          real share = norm > 0 ? (real)pull / norm : 0;
+          for (i64 j = 0; j < net.sample; j++) {
+            real g = gradient[j] + share * (place[j] - center[j]);
+            m[j] += (real)0.1 * (g - m[j]);
+            v[j] = (real)0.999 * v[j] + (real)0.001 * g * g;
+            place[j] -= m[j] / (std::sqrt(v[j]) * now + low);
+          }
+        });
+        i64 left = 0;
+        for (i64 b = 0; b < moving; b++) {
+          if (stays[b])
+            active[left++] = active[b];
+          else
+            leave(active[b], at);
+        }
+        active.resize(left);
+      }
+      for (i64 b : active) leave(b, at);
+    });
+  } catch (...) {
+    return 1;
+  }
+}
+
+// The L1 distances of the softmax outputs of `models` to those in `expected` [K, L, M, classes], on samples
+// x [K, L, M, D]; means over the M samples go to result [models, K, L].
+// With `shares` [models, L] only the center with the least share-weighted sum is wanted: classes without a share are
+// left out (0), and a center is left as soon as it is farther than the nearest so far; what it has is then a lower
+// bound. start [models]: the center to begin with.
+int distances(const i64* table, i64 layers, i64 models, i64 threads, const i64* offsets, const real* flat,
+              i64 flat_step, const real* x, const real* expected, i64 centers, i64 groups, i64 samples,
+              const real* shares, const i64* start, real* result) {
+  try {
+    Net net(table, layers);
+    size_t slots = net.slots.size();
+    i64 classes = net.outputs;
+    return over_clients(models, threads, [&](i64 i, Memory& memory) {
+      const i64 tile = shares ? 16 : 32;
+      Client client(net, tile, memory, OUTPUTS);
+      std::vector<const real*> from(slots);
+      for (size_t s = 0; s < slots; s++) from[s] = flat + i * flat_step + offsets[s];
+      client.pack(client.weights, from.data());
+      const real* share = shares ? shares + i * groups : nullptr;
+      std::vector<i64> order;  // samples of a center: one of each class, then the next of each class
+      for (i64 m = 0; m < samples; m++)
+        for (i64 k = 0; k < groups; k++)
+          if (!share || share[k] > 0) order.push_back(k * samples + m);
+      std::vector<real> own(classes);
+      double best = INFINITY;
+      for (i64 turn = 0; turn < centers; turn++) {
+        i64 first = start ? start[i] : 0, j = turn == 0 ? first : turn <= first ? turn - 1 : turn;
+        std::vector<double> sums(groups, 0.0);
+        double total = 0;
+        for (i64 at = 0; at < (i64)order.size() && !(total > best * 1.00001); at += tile) {
+          i64 count = std::min<i64>(tile, order.size() - at);
+          for (i64 b = 0; b < count; b++)
+            client.rows[b] = x + (j * groups * samples + order[at + b]) * net.sample;
+          client.forward(client.weights, count);
+          for (i64 b = 0; b < count; b++) {
+            const real *y = client.inputs.back()[b];
+            const real *other = expected + (j * groups * samples + order[at + b]) * classes;
+            real top = y[0], sum = 0, apart = 0;
+            for (i64 c = 1; c < classes; c++) top = y[c] > top ? y[c] : top;
+            for (i64 c = 0; c < classes; c++) sum += own[c] = std::exp(y[c] - top);
+            for (i64 c = 0; c < classes; c++) apart += std::abs(own[c] / sum - other[c]);
+            i64 k = order[at + b] / samples;
+            sums[k] += apart;
+            if (share) total += (double)share[k] * apart;
+          }
+        }
+        if (share && total < best) best = total;
+        for (i64 k = 0; k < groups; k++) result[(i * centers + j) * groups + k] = (real)(sums[k] / samples);
       }
     });
   } catch (...) {

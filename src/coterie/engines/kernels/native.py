@@ -160,6 +160,53 @@ class NativeKernel:
         self._call("outputs", models, self._threads, *weights, x, stride, samples, result)
         return result
 
+    def search(
+        self,
+        flat: Tensor,
+        x: Tensor,
+        y: Tensor,
+        *,
+        mean: Tensor,
+        pull: float,
+        slope: Tensor,
+        floor: Tensor,
+        least: int,
+        enough: float,
+    ) -> Tensor:
+        """Move samples x [c, n, ...] in place by Adam until model i classifies sample j as y [n]: steps taken [c, n].
+
+        The loss of a sample is its cross-entropy + `pull` * ||x - mean||. A step is m / (sqrt(v) * slope[t] + floor[t]).
+        A sample takes at least `least` steps, and stops when its cross-entropy is below `enough`, or after len(slope).
+        """
+        assert x.is_contiguous() and x.dtype == self._dtype
+        flat, y, mean = flat.contiguous(), y.contiguous(), mean.to(self._dtype).contiguous()
+        models, samples = x.shape[:2]
+        steps = torch.empty(models, samples, dtype=torch.int64)
+        weights = (self._offsets, flat, flat.shape[1])
+        rates = (slope.to(self._dtype).contiguous(), floor.to(self._dtype).contiguous())
+        stop = (least, len(slope), float(enough))
+        self._call(
+            "search", models, self._threads, *weights, samples, x, y, mean, float(pull), *rates, *stop, steps
+        )
+        return steps
+
+    def distances(
+        self, flat: Tensor, x: Tensor, expected: Tensor, shares: Tensor | None = None, first: Tensor | None = None
+    ) -> Tensor:
+        """Mean L1 distance of the softmax outputs of models [c, P] on x [K, L, M, ...] to `expected`: [c, K, L].
+
+        With `shares` [c, L] only the nearest center is found, `first` [c] being tried first: see `class_distances`.
+        """
+        flat, x, expected = (tensor.to(self._dtype).contiguous() for tensor in (flat, x, expected))
+        shares = None if shares is None else shares.to(self._dtype).contiguous()
+        first = None if first is None else first.to(torch.int64).contiguous()
+        result = torch.empty(len(flat), *x.shape[:2], dtype=self._dtype)
+        weights = (self._offsets, flat, flat.shape[1])
+        self._call(
+            "distances", len(flat), self._threads, *weights, x, expected, *x.shape[:3], shares, first, result
+        )
+        return result
+
     def train(self, job: Job) -> bool:
         """Train a stack from start to end; False if the program does not support this work."""
         work, batches = job.work, job.batches[0]

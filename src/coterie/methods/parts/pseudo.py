@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from coterie.engines.forward import Forward, Outputs
 from coterie.errors import ConfigError, ModelError
 from coterie.nets.flat import cross_entropy
 from coterie.randomness import Rng, normal, uniform
+
+_LOOK_EVERY = 10  # replayed steps between two looks at whether any sample still moves
 
 # ---- the two samplers ----
 
@@ -38,30 +41,50 @@ def search(
     lr: float = 0.1,
     prior_weight: float = 0.1,
     prior_mean: float | Tensor = 0.0,
+    start: Tensor | None = None,
+    least: int = 0,
+    enough: float = 0.0,
     at_once: int | None = None,
 ) -> Tensor:
     """Back-searching (MD-ICFL-1): Adam moves Gaussian noise until center j classifies it as class k.
 
     Every sample minimises its own loss, Eq. 6 with lambda = `prior_weight` and mu = `prior_mean`. So the samples can
-    be computed in pieces of `at_once` (over all centers) with the same result.
+    be computed in pieces of `at_once` (over all centers) with the same result. `start` [K, L, M, ...] replaces the
+    noise. After `least` iterations a sample stops as soon as its cross-entropy is below `enough`.
     Returns M = `samples` inputs per center and class: [K, L, M, *input_shape].
     """
     _check(forward, num_classes)
     shape, num_centers = tuple(input_shape), len(centers)
     pairs = num_classes * samples
     y = torch.arange(num_classes, device=centers.device).repeat_interleave(samples)  # [L * M]
-    noise = normal(_key(rng.at("search"), centers), pairs * math.prod(shape)).reshape(pairs, *shape)
+    if start is None:
+        noise = normal(_key(rng.at("search"), centers), pairs * math.prod(shape)).reshape(pairs, *shape)
+        start = noise.to(centers.dtype).expand(num_centers, *noise.shape)
+    begin = start.reshape(num_centers, pairs, *shape).to(centers)  # [K, L * M, ...]
+    compiled = forward.compiled
+    if compiled is not None:
+        x = begin.clone(memory_format=torch.contiguous_format)
+        slope, floor = _rates(lr, iterations, like=x)
+        mean = torch.as_tensor(prior_mean, dtype=x.dtype).expand(shape)
+        prior: dict[str, Any] = {"mean": mean, "pull": 0.5 * prior_weight}
+        compiled.search(centers, x, y, slope=slope, floor=floor, least=least, enough=enough, **prior)
+        return x.reshape(num_centers, num_classes, samples, *shape)
     at_once = forward.samples_at_once(centers, shape) if at_once is None else at_once
+    size = max(1, at_once // num_centers)
     found = []
-    for start, targets in _pieces(max(1, at_once // num_centers), noise, y):
-        x = start.to(centers.dtype).repeat(num_centers, *[1] * start.dim()).requires_grad_()  # [K, n, ...]
+    for some, targets in zip(begin.split(size, dim=1), y.split(size), strict=True):
+        x = some.clone(memory_format=torch.contiguous_format).requires_grad_()  # [K, n, ...]
         adam = _Adam(x, lr, iterations)
+        moving = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # [K, n]
 
-        def step(x: Tensor = x, targets: Tensor = targets, adam: _Adam = adam) -> None:
-            losses = _losses(forward, centers, x, targets, prior_weight, prior_mean)
-            adam.update(*torch.autograd.grad(losses.sum(), [x]))
+        def step(x: Tensor = x, targets: Tensor = targets, adam: _Adam = adam, moving: Tensor = moving) -> None:
+            losses, prior = _losses(forward, centers, x, targets, prior_weight, prior_mean)
+            gradient = torch.autograd.grad((losses + prior).sum(), [x])
+            if enough > 0:
+                moving.logical_and_((losses.detach() >= enough) | (adam.done < least))
+            adam.update(*gradient, only=moving if enough > 0 else None)
 
-        _repeat(step, iterations, recorded=centers.is_cuda and forward.stacked)
+        _repeat(step, iterations, moving if enough > 0 else None, recorded=centers.is_cuda and forward.stacked)
         found.append(x.detach())
     return torch.cat(found, dim=1).reshape(num_centers, num_classes, samples, *shape)
 
@@ -104,8 +127,8 @@ def generate(
     def step() -> None:
         now = adam.done  # a tensor, so that a recorded step reads the next batch when it is replayed
         x = generators(inputs.index_select(0, now)[0], train=True).unflatten(-1, shape)  # [K, batch, ...]
-        losses = _losses(forward, centers, x, classes.index_select(0, now)[0], prior_weight, prior_mean)
-        adam.update(*torch.autograd.grad(losses.mean(1).sum(), generators.weights))
+        losses, prior = _losses(forward, centers, x, classes.index_select(0, now)[0], prior_weight, prior_mean)
+        adam.update(*torch.autograd.grad((losses + prior).mean(1).sum(), generators.weights))
 
     _repeat(step, iterations, recorded=centers.is_cuda and forward.stacked)
     y = torch.arange(num_classes, device=device).repeat_interleave(samples)
@@ -126,15 +149,32 @@ def probabilities(forward: Forward, centers: Tensor, x: Tensor, *, at_once: int 
 
 
 @torch.no_grad()
-def class_distances(outputs: Outputs, models: Tensor, predictions: Tensor, x: Tensor, *, at_once: int = 2048) -> Tensor:
+def class_distances(
+    outputs: Outputs,
+    models: Tensor,
+    predictions: Tensor,
+    x: Tensor,
+    *,
+    counts: Tensor | None = None,
+    likely: Tensor | None = None,
+    at_once: int = 2048,
+) -> Tensor:
     """The distance of models [c, P] to center j on its samples of class k: [c, K, L], each in [0, 2].
 
     The mean over the M samples of the L1 distance of the two softmax outputs, Eq. 5. All models are evaluated on all
     samples, at most `at_once` (model, sample) pairs together.
+
+    With label counts [c, L] the compiled program may skip what cannot change the nearest center, that with the least
+    count-weighted sum: classes that a client does not have, and further samples of a center that is already farther
+    than another. Its distances are then lower bounds, except for the nearest center. `likely` [c] are the centers to
+    begin with (any label; negative: not known).
     """
     num_centers, num_classes, samples = x.shape[:3]
     if not len(models):
         return x.new_zeros(0, num_centers, num_classes)
+    if isinstance(outputs, Forward) and outputs.compiled is not None:
+        first = None if likely is None else likely.clamp(0, num_centers - 1)
+        return outputs.compiled.distances(models, x, predictions, counts, first)
     inputs = x.flatten(0, 2)  # [K * L * M, ...]
     expected = predictions.flatten(0, 2)  # [K * L * M, L]
     # Few models on all samples rather than all models on few: weights are then read once.
@@ -152,13 +192,13 @@ def class_distances(outputs: Outputs, models: Tensor, predictions: Tensor, x: Te
 
 def _losses(
     forward: Forward, centers: Tensor, x: Tensor, y: Tensor, prior_weight: float, prior_mean: float | Tensor
-) -> Tensor:
-    """Loss of each sample: x [K, n, ...], y [n] -> [K, n]."""
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and prior term of each sample: x [K, n, ...], y [n] -> [K, n] each."""
     outputs = forward.each(centers, x)
     losses: Tensor = cross_entropy(outputs.flatten(0, 1), y.repeat(len(x))).reshape(x.shape[:2])
     # The norm, not its square, as in the paper; its gradient in torch is 0 where it is 0.
     distance: Tensor = torch.linalg.vector_norm((x - prior_mean).flatten(2), dim=-1)
-    return losses + 0.5 * prior_weight * distance
+    return losses, 0.5 * prior_weight * distance
 
 
 class _Generators:
@@ -193,37 +233,58 @@ class _Generators:
         return torch.baddbmm(bias, found, second)
 
 
+_BETAS = (0.9, 0.999)  # of Adam; the compiled program has them too
+
+
+def _rates(lr: float, steps: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and floor of each Adam step [T]: the step is m / (sqrt(v) * slope + floor).
+
+    This is lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
+    """
+    count = torch.arange(1, steps + 1, dtype=torch.float64)
+    rate = lr / (1 - _BETAS[0] ** count)
+    return (1 / rate / (1 - _BETAS[1] ** count).sqrt()).to(like), (1e-8 / rate).to(like)
+
+
 class _Adam:
     """Adam (Kingma and Ba 2015) on one tensor, in place; its count is a tensor, so that a step can be recorded."""
 
-    def __init__(self, values: Tensor, lr: float, steps: int, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+    def __init__(self, values: Tensor, lr: float, steps: int) -> None:
         self._values = values.detach()
         self._mean, self._square = torch.zeros_like(self._values), torch.zeros_like(self._values)
-        self._betas = betas
         self.done = torch.zeros(1, dtype=torch.int64, device=values.device)
-        # A step is lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) = m / (sqrt(v) * slope + floor).
-        count = torch.arange(1, steps + 1, dtype=torch.float64)
-        rate = lr / (1 - betas[0] ** count)
-        self._slope = (1 / rate / (1 - betas[1] ** count).sqrt()).to(values)
-        self._floor = (1e-8 / rate).to(values)
+        self._slope, self._floor = _rates(lr, steps, like=values)
 
-    def update(self, *gradients: Tensor) -> None:
-        """One step along the gradients, which together have as many entries as the values."""
+    def update(self, *gradients: Tensor, only: Tensor | None = None) -> None:
+        """One step along the gradients, which together have as many entries as the values.
+
+        With `only`, a mask over the first dimensions of the values, the other values stand still.
+        """
         gradient = gradients[0] if len(gradients) == 1 else torch.cat([g.flatten() for g in gradients])
-        self._mean.lerp_(gradient, 1 - self._betas[0])
-        self._square.mul_(self._betas[1]).addcmul_(gradient, gradient, value=1 - self._betas[1])
+        self._mean.lerp_(gradient, 1 - _BETAS[0])
+        self._square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
         slope, floor = self._slope.index_select(0, self.done), self._floor.index_select(0, self.done)
-        self._values.addcdiv_(self._mean, self._square.sqrt().mul_(slope).add_(floor), value=-1)
+        scale = self._square.sqrt().mul_(slope).add_(floor)
+        if only is None:
+            self._values.addcdiv_(self._mean, scale, value=-1)
+        else:
+            mask = only.reshape(*only.shape, *[1] * (self._values.dim() - only.dim()))
+            self._values.sub_(torch.where(mask, self._mean / scale, 0))
         self.done.add_(1)
 
 
-def _repeat(step: Callable[[], None], times: int, *, recorded: bool) -> None:
-    """Repeat a step; with `recorded`, record it once as a CUDA graph and replay it, if possible."""
+def _repeat(step: Callable[[], None], times: int, moving: Tensor | None = None, *, recorded: bool) -> None:
+    """Repeat a step; with `recorded`, record it once as a CUDA graph and replay it, if possible.
+
+    It ends early when nothing is `moving` any more. A replay does not look after every step: that would wait for it.
+    """
     with torch.enable_grad():
         first = min(times, 3)  # a graph needs a few steps before it, on a side stream
         if not recorded or times <= 2 * first:
             for _ in range(times):
                 step()
+                if moving is not None and not bool(moving.any()):
+                    return
             return
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -239,7 +300,9 @@ def _repeat(step: Callable[[], None], times: int, *, recorded: bool) -> None:
             for _ in range(times - first):
                 step()
             return
-        for _ in range(times - first):
+        for number in range(times - first):
+            if moving is not None and number % _LOOK_EVERY == 0 and not bool(moving.any()):
+                return
             graph.replay()
 
 
