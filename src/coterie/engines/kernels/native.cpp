@@ -5,6 +5,9 @@
 // cache of the core that trains it: weights are laid out with rows of whole vectors (the rest is zero and stays zero),
 // samples are read where they lie, and the gradient of a dense layer goes from registers straight into the momentum and
 // the weights. Plain C++ with the vector extensions of GCC and Clang; no library is called.
+//
+// For pseudo data one model meets many samples, and no weight changes: there a vector holds one number of V samples
+// (`Lanes`), so that convolutions need no patches and pooling no shuffles.
 
 #include <algorithm>
 #include <atomic>
@@ -270,7 +273,9 @@ struct Net {
       if (i < split) {
         if (l.kind == RELU && i > 0) {
           out[i] = out[i - 1];
-        } else if (l.kind != FLATTEN) {  // its output lies in `flats`
+        } else if (l.kind == FLATTEN) {
+          out[i] = kept, kept += whole(l.out_channels);
+        } else {
           out[i] = kept, kept += after(l);
         }
         largest = std::max(largest, std::max(inside(l), after(l)));
@@ -362,46 +367,35 @@ struct Step {
 
 // ---- one client ----
 
-enum Use { OUTPUTS, INPUT_GRADIENTS, TRAINING };  // what memory a client needs
-
 struct Client {
   const Net& net;
   i64 batch;  // most samples at a time
-  i64 apart;  // of two samples in `kept`; 0: only outputs are wanted, and each sample writes over the one before it
   real *weights, *speed, *gradient, *anchor, *extra, *inner_weights;
-  real *kept, *patches, *framed, *one, *other, *flats, *vectors, *laid, *deltas, *sum;
+  real *kept, *patches, *framed, *one, *other, *vectors, *laid, *deltas, *sum;
   std::vector<const real*> rows;                 // samples as they lie
   std::vector<std::vector<const real*>> inputs;  // of each vector layer, by sample
   std::vector<i64> labels;
   std::vector<real> shares;  // of each sample in the loss
 
-  Client(const Net& net, i64 batch, Memory& memory, Use use) : net(net), batch(batch) {
+  Client(const Net& net, i64 batch, Memory& memory, bool training) : net(net), batch(batch) {
     i64 p = net.size, vector_layers = (i64)net.layers.size() - net.split;
-    apart = use == OUTPUTS ? 0 : net.kept;
     weights = memory.take(0, p);
     memset(weights, 0, p * sizeof(real));
-    i64 all_kept = use == OUTPUTS ? net.kept : net.kept * batch;
-    kept = memory.take(1, all_kept);
+    kept = memory.take(1, net.kept * batch);
     patches = memory.take(2, net.patches);
     framed = memory.take(14, net.frame);
     one = memory.take(3, net.largest);
     vectors = memory.take(5, vector_layers * batch * net.width);
     memset(vectors, 0, vector_layers * batch * net.width * sizeof(real));
-    memset(kept, 0, all_kept * sizeof(real));
-    if (net.split) {
-      flats = memory.take(15, batch * net.width);
-      memset(flats, 0, batch * net.width * sizeof(real));
-    }
+    memset(kept, 0, net.kept * batch * sizeof(real));
     if (!net.split && net.sample % V) {  // samples with a rest are laid out in whole vectors
       laid = memory.take(13, batch * whole(net.sample));
       memset(laid, 0, batch * whole(net.sample) * sizeof(real));
     }
-    if (use != OUTPUTS) {
+    if (training) {
       other = memory.take(4, net.largest);
       deltas = memory.take(6, 2 * batch * net.width);
       memset(deltas, 0, 2 * batch * net.width * sizeof(real));
-    }
-    if (use == TRAINING) {
       speed = memory.take(7, p);
       gradient = memory.take(8, p);
       anchor = memory.take(9, p);
@@ -530,12 +524,12 @@ struct Client {
   }
 
   void picture(const real* w, i64 b) {
-    real* mine = kept + b * apart;
+    real* mine = kept + b * net.kept;
     const real* x = rows[b];
     bool is_sample = true;  // planes of a sample have no padding
     for (i64 i = 0; i < net.split; i++) {
       const Layer& l = net.layers[i];
-      real* to = l.kind == FLATTEN ? flats + b * net.width : mine + net.out[i];
+      real* to = mine + net.out[i];
       i64 plane = came(l, is_sample), next = Net::plane(l.out_height, l.out_width);
       if (l.kind == CONV) {
         make_patches(l, x, plane);
@@ -627,7 +621,7 @@ struct Client {
     if (net.split) {
       for (i64 b = 0; b < count; b++) {
         picture(w, b);
-        inputs[0][b] = flats + b * net.width;
+        inputs[0][b] = kept + b * net.kept + net.out[net.split - 1];
       }
     } else if (net.sample % V == 0) {
       for (i64 b = 0; b < count; b++) inputs[0][b] = rows[b];
@@ -660,113 +654,29 @@ struct Client {
     }
   }
 
-  // The gradient of a sample's loss with respect to its outputs.
-  void output_error(i64 b, real* d) const {
-    const real* y = inputs.back()[b];
-    i64 classes = net.outputs;
-    real top = y[0], total = 0;
-    for (i64 j = 1; j < classes; j++) top = y[j] > top ? y[j] : top;
-    for (i64 j = 0; j < classes; j++) total += d[j] = std::exp(y[j] - top);
-    real share = shares[b] / total;
-    for (i64 j = 0; j < classes; j++) d[j] *= share;
-    d[labels[b]] -= shares[b];
-    for (i64 j = classes; j < whole(classes); j++) d[j] = 0;
-  }
-
-  // The loss of a sample, after `forward`.
-  real loss(i64 b) const {
-    const real* y = inputs.back()[b];
-    real top = y[0], total = 0;
-    for (i64 j = 1; j < net.outputs; j++) top = y[j] > top ? y[j] : top;
-    for (i64 j = 0; j < net.outputs; j++) total += std::exp(y[j] - top);
-    return std::log(total) - (y[labels[b]] - top);
-  }
-
-  // The gradient of each sample's loss with respect to the sample itself, after `forward`; `result(b, gradient)` gets
-  // it as the sample lies. Samples that are not `wanted` are left out. No gradient of a weight is computed.
-  template <class Result> void input_gradients(const real* w, i64 count, const std::vector<bool>& wanted, Result result) {
-    real *delta = deltas, *below = deltas + batch * net.width;
-    i64 width = net.width;
-    for (i64 b = 0; b < count; b++) output_error(b, delta + b * width);
-    for (i64 i = (i64)net.layers.size() - 1; i >= net.split; i--) {
-      const Layer& l = net.layers[i];
-      if (l.kind == RELU) {
-        relu_back(i, count, delta);
-        continue;
-      }
-      const Slot& slot = net.slots[l.weight];
-      i64 row = slot.step();
-      real* to = below;
-      outer(count, row, l.out_channels, delta, width, 1, Strided{w + slot.at, row},
-            [=](i64 m, i64 n, vec v) { store(to + m * width + n, v); });
-      std::swap(delta, below);
-    }
-    for (i64 b = 0; b < count; b++) {
-      if (!wanted[b]) continue;
-      const real* own = delta + b * width;
-      result(b, net.split ? picture_input_gradient(w, b, own) : own);
-    }
-  }
-
-  const real* picture_input_gradient(const real* w, i64 b, const real* delta) {
-    real* mine = kept + b * apart;
-    real *now = one, *below = other;
-    for (i64 i = net.split - 1; i >= 0; i--) {
-      const Layer& l = net.layers[i];
-      const real* x = i ? mine + net.out[i - 1] : rows[b];
-      i64 plane = came(l, i == 0), next = Net::plane(l.out_height, l.out_width);
-      if (l.kind == CONV) {
-        const Slot& slot = net.slots[l.weight];
-        i64 step = slot.step();
-        real* found = patches;
-        outer(slot.columns, next, l.out_channels, w + slot.at, 1, step, Strided{now, next},
-              [=](i64 m, i64 n, vec v) { store(found + m * next + n, v); });
-        add_patches(l, found, below, plane);
-        std::swap(now, below);
-      } else {
-        plain_back(l, x, plane, mine + net.out[i], next, delta, now, below);
-        if (i == 0 && l.kind == RELU && plane != next)  // planes of a sample have no padding
-          for (i64 c = 1; c < l.in_channels; c++) memmove(now + c * plane, now + c * next, plane * sizeof(real));
-      }
-    }
-    return now;
-  }
-
-  // Back through a ReLU over vectors.
-  void relu_back(i64 i, i64 count, real* delta) const {
-    i64 length = whole(net.layers[i].in_channels);
-    for (i64 b = 0; b < count; b++) {
-      const real* y = inputs[i - net.split + 1][b];
-      real* d = delta + b * net.width;
-      for (i64 j = 0; j < length; j++) d[j] = y[j] <= 0 ? 0 : d[j];
-    }
-  }
-
-  // Back through a picture layer without parameters; `now` is the gradient of its output, then that of its input.
-  void plain_back(const Layer& l, const real* x, i64 plane, const real* y, i64 next, const real* delta,
-                  real*& now, real*& below) const {
-    if (l.kind == FLATTEN) {
-      for (i64 c = 0; c < l.in_channels; c++) {
-        memcpy(now + c * plane, delta + c * l.in_height * l.in_width, l.in_height * l.in_width * sizeof(real));
-        for (i64 j = l.in_height * l.in_width; j < plane; j++) now[c * plane + j] = 0;
-      }
-    } else if (l.kind == RELU) {
-      for (i64 j = 0; j < l.in_channels * next; j++) now[j] = y[j] <= 0 ? 0 : now[j];
-    } else {
-      pool_back(l, x, plane, y, now, next, below);
-      std::swap(now, below);
-    }
-  }
-
   // The gradient of the mean loss of the samples in hand at `w`, given to `step` as it comes.
   void backward(const real* w, i64 count, const Step& step) {
-    i64 layers = net.layers.size();
+    i64 layers = net.layers.size(), classes = net.outputs;
     real *delta = deltas, *below = deltas + batch * net.width;
-    for (i64 b = 0; b < count; b++) output_error(b, delta + b * net.width);
+    for (i64 b = 0; b < count; b++) {
+      const real* y = inputs.back()[b];
+      real* d = delta + b * net.width;
+      real top = y[0], total = 0;
+      for (i64 j = 1; j < classes; j++) top = y[j] > top ? y[j] : top;
+      for (i64 j = 0; j < classes; j++) total += d[j] = std::exp(y[j] - top);
+      real share = shares[b] / total;
+      for (i64 j = 0; j < classes; j++) d[j] *= share;
+      d[labels[b]] -= shares[b];
+      for (i64 j = classes; j < whole(classes); j++) d[j] = 0;
+    }
     for (i64 i = layers - 1; i >= net.split && i >= net.first; i--) {
       const Layer& l = net.layers[i];
       if (l.kind == RELU) {
-        relu_back(i, count, delta);
+        for (i64 b = 0; b < count; b++) {
+          const real* y = inputs[i - net.split + 1][b];
+          real* d = delta + b * net.width;
+          for (i64 j = 0; j < whole(l.in_channels); j++) d[j] = y[j] <= 0 ? 0 : d[j];
+        }
         continue;
       }
       const Slot& slot = net.slots[l.weight];
@@ -809,14 +719,23 @@ struct Client {
   }
 
   void picture_back(const real* w, i64 b, const real* delta) {
-    real* mine = kept + b * apart;
+    real* mine = kept + b * net.kept;
     real *now = one, *below = other;
     for (i64 i = net.split - 1; i >= net.first; i--) {
       const Layer& l = net.layers[i];
       const real* x = i ? mine + net.out[i - 1] : rows[b];
       i64 plane = came(l, i == 0), next = Net::plane(l.out_height, l.out_width);
-      if (l.kind != CONV) {
-        plain_back(l, x, plane, mine + net.out[i], next, delta, now, below);
+      if (l.kind == FLATTEN) {
+        for (i64 c = 0; c < l.in_channels; c++) {
+          memcpy(now + c * plane, delta + c * l.in_height * l.in_width, l.in_height * l.in_width * sizeof(real));
+          for (i64 j = l.in_height * l.in_width; j < plane; j++) now[c * plane + j] = 0;
+        }
+      } else if (l.kind == RELU) {
+        const real* y = mine + net.out[i];
+        for (i64 j = 0; j < l.in_channels * next; j++) now[j] = y[j] <= 0 ? 0 : now[j];
+      } else if (l.kind == POOL) {
+        pool_back(l, x, plane, mine + net.out[i], now, next, below);
+        std::swap(now, below);
       } else {
         const Slot& slot = net.slots[l.weight];
         i64 depth = slot.columns, step = slot.step();
@@ -846,6 +765,335 @@ struct Client {
     }
   }
 };
+
+// ---- one model, V samples side by side ----
+
+// A convolution without border: sums(o, y, x) = sum over c, ky, kx of w[c, ky, kx, o] * in[c, y + ky, x + kx].
+struct Window {
+  const real* in;  // [channels, height, width] vectors
+  i64 channels, height, width;
+  const real* w;  // [c, ky, kx, outs]
+  i64 outs, high, wide, down, right;
+  i64 top, bottom, left, end;  // the rows from `top` to before `bottom` and columns from `left` to before `end` that are
+                               // not zero: the rest is left out
+};
+
+template <int O, int X, class Result>
+static inline void window_tile(const Window& l, i64 o, i64 y, i64 x, Result& result) {
+  vec acc[O][X] = {};
+  i64 first_row = std::max<i64>(0, l.top - y * l.down), last_row = std::min(l.high, l.bottom - y * l.down);
+  i64 first = std::max<i64>(0, l.left - (x + X - 1) * l.right), last = std::min(l.wide, l.end - x * l.right);
+  for (i64 c = 0; c < l.channels; c++)
+    for (i64 ky = first_row; ky < last_row; ky++) {
+      const real* row = l.in + ((c * l.height + y * l.down + ky) * l.width + x * l.right + first) * V;
+      const real* kernel = l.w + ((c * l.high + ky) * l.wide + first) * l.outs + o;
+      for (i64 kx = first; kx < last; kx++, kernel += l.outs, row += V) {
+        vec r[X];
+#pragma GCC unroll 8
+        for (int j = 0; j < X; j++) {
+          r[j] = load(row + j * l.right * V);
+          HELD(r[j]);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < O; i++) {
+          vec weight = all(kernel[i]);
+          HELD(weight);
+#pragma GCC unroll 8
+          for (int j = 0; j < X; j++) acc[i][j] += weight * r[j];
+        }
+      }
+    }
+  for (int i = 0; i < O; i++)
+    for (int j = 0; j < X; j++) result(o + i, y, x + j, acc[i][j]);
+}
+
+template <int O, class Result>
+static inline void window_row(const Window& l, i64 o, i64 y, i64 columns, Result& result) {
+  constexpr int X = O < 4 ? 2 * NR : NR;  // with few weights more places, so that sums do not wait for each other
+  i64 x = 0;
+  for (; x + X <= columns; x += X) window_tile<O, X>(l, o, y, x, result);
+  if (X > NR && x + NR <= columns) window_tile<O, NR>(l, o, y, x, result), x += NR;
+  for (; x < columns; x++) window_tile<O, 1>(l, o, y, x, result);
+}
+
+// after(y): row y of all channels is there, and still in the cache.
+template <class Result, class After>
+static void windows(const Window& l, i64 rows, i64 columns, Result result, After after) {
+  for (i64 y = 0; y < rows; y++) {
+    i64 o = 0;
+    for (; o + MR <= l.outs; o += MR) window_row<MR>(l, o, y, columns, result);
+    if (MR > 4 && o + 4 <= l.outs) window_row<4>(l, o, y, columns, result), o += 4;
+    if (o + 2 <= l.outs) window_row<2>(l, o, y, columns, result), o += 2;
+    if (o < l.outs) window_row<1>(l, o, y, columns, result);
+    after(y);
+  }
+}
+
+// result(o) = sum over i of w[i, o] * in[i]; rows of w are `step` apart.
+template <int O, class Result>
+static inline void dense_tile(i64 o, i64 length, const real* w, i64 step, const real* in, Result& result) {
+  vec acc[O] = {};
+  const real* row = w + o;
+  for (i64 i = 0; i < length; i++, row += step) {
+    vec x = load(in + i * V);
+#pragma GCC unroll 16
+    for (int j = 0; j < O; j++) acc[j] += all(row[j]) * x;
+  }
+  for (int j = 0; j < O; j++) result(o + j, acc[j]);
+}
+
+template <class Result>
+static void dense(i64 outs, i64 length, const real* w, i64 step, const real* in, Result result) {
+  i64 o = 0;
+  for (; o + 2 * MR <= outs; o += 2 * MR) dense_tile<2 * MR>(o, length, w, step, in, result);
+  for (; o + 4 <= outs; o += 4) dense_tile<4>(o, length, w, step, in, result);
+  for (; o < outs; o++) dense_tile<1>(o, length, w, step, in, result);
+}
+
+static inline vec root(vec v) {
+  real all_of_them[V];
+  memcpy(all_of_them, &v, sizeof v);
+  for (int i = 0; i < V; i++) all_of_them[i] = std::sqrt(all_of_them[i]);
+  memcpy(&v, all_of_them, sizeof v);
+  return v;
+}
+
+struct Lanes {
+  const Net& net;
+  real *x, *kept, *one, *other;
+  real *weights;  // of each layer by input, then output: [I, O] or [I, high, wide, O]
+  real *turned;   // for the way back: [O, I] or, with kernels turned round, [O, high, wide, I]
+  real *frames;   // of each convolution: its input with a border of zeros
+  real *around;   // of each convolution: the gradient of its output, with the zeros that the way back needs
+  const real* flat = nullptr;
+  const i64* offsets = nullptr;
+  std::vector<i64> place;  // of a layer's output in `kept`; -1: that of the layer before it
+  std::vector<i64> weight_at, frame_at, around_at;
+  i64 around_size = 0;
+  bool can_go_back = false;
+
+  static i64 inside(const Layer& l) { return l.in_channels * l.in_height * l.in_width; }
+  static i64 outside(const Layer& l) { return l.out_channels * l.out_height * l.out_width; }
+  static i64 frame_height(const Layer& l) { return l.in_height + 2 * l.pad_y; }
+  static i64 frame_width(const Layer& l) { return l.in_width + 2 * l.pad_x; }
+  static i64 around_height(const Layer& l) { return l.in_height + l.high - 1; }
+  static i64 around_width(const Layer& l) { return l.in_width + l.wide - 1; }
+  static bool has_border(const Layer& l) { return l.pad_y || l.pad_x; }
+  bool is(i64 i, Kind kind) const { return i >= 0 && i < (i64)net.layers.size() && net.layers[i].kind == kind; }
+
+  Lanes(const Net& net, Memory& memory) : net(net) {
+    i64 total = 0, largest = net.sample, all_frames = 0, all_weights = 0;
+    for (i64 i = 0; i < (i64)net.layers.size(); i++) {
+      const Layer& l = net.layers[i];
+      bool same = i > 0 && (l.kind == FLATTEN || l.kind == RELU);
+      place.push_back(same ? -1 : total);
+      if (!same) total += outside(l);
+      largest = std::max(largest, outside(l));
+      weight_at.push_back(all_weights), frame_at.push_back(all_frames), around_at.push_back(around_size);
+      if (l.weight >= 0) all_weights += net.slots[l.weight].rows * net.slots[l.weight].columns;
+      if (l.kind != CONV) continue;
+      if (has_border(l)) all_frames += l.in_channels * frame_height(l) * frame_width(l);
+      around_size += l.out_channels * around_height(l) * around_width(l);
+    }
+    x = memory.take(0, net.sample * V);
+    kept = memory.take(1, total * V);
+    one = memory.take(2, largest * V);
+    other = memory.take(3, largest * V);
+    weights = memory.take(4, all_weights);
+    turned = memory.take(5, all_weights);
+    frames = memory.take(6, all_frames * V);
+    around = memory.take(7, around_size * V);
+    memset(x, 0, net.sample * V * sizeof(real));
+    memset(frames, 0, all_frames * V * sizeof(real));
+  }
+
+  void take(const i64* all_offsets, const real* model) {
+    offsets = all_offsets, flat = model, can_go_back = false;
+    for (size_t i = 0; i < net.layers.size(); i++) {
+      const Layer& l = net.layers[i];
+      if (l.weight < 0) continue;
+      const Slot& s = net.slots[l.weight];
+      const real* from = flat + offsets[l.weight];
+      real* to = weights + weight_at[i];
+      for (i64 o = 0; o < s.rows; o++)
+        for (i64 k = 0; k < s.columns; k++) to[k * s.rows + o] = from[o * s.columns + k];
+    }
+  }
+
+  void prepare_way_back() {
+    if (can_go_back) return;
+    can_go_back = true;
+    memset(around, 0, around_size * V * sizeof(real));
+    for (size_t i = 0; i < net.layers.size(); i++) {
+      const Layer& l = net.layers[i];
+      if (l.weight < 0) continue;
+      i64 taps = l.kind == CONV ? l.high * l.wide : 1, ins = l.in_channels;
+      const real* from = flat + offsets[l.weight];
+      real* to = turned + weight_at[i];
+      for (i64 o = 0; o < l.out_channels; o++)
+        for (i64 c = 0; c < ins; c++)
+          for (i64 k = 0; k < taps; k++) to[(o * taps + taps - 1 - k) * ins + c] = from[(o * ins + c) * taps + k];
+    }
+  }
+
+  void put(i64 lane, const real* sample) {
+    for (i64 j = 0; j < net.sample; j++) x[j * V + lane] = sample[j];
+  }
+
+  real* output(i64 i) const {  // of layer i; of -1: the samples
+    while (i >= 0 && place[i] < 0) i--;
+    return i < 0 ? x : kept + place[i] * V;
+  }
+  const real* bias(const Layer& l) const { return l.bias < 0 ? nullptr : flat + offsets[l.bias]; }
+
+  const real* forward() {
+    i64 count = net.layers.size();
+    for (i64 i = 0; i < count; i++) {
+      const Layer& l = net.layers[i];
+      const real *in = output(i - 1), *shift = bias(l);
+      real* out = output(i);
+      if (l.kind == CONV) {
+        i64 height = frame_height(l), width = frame_width(l);
+        if (has_border(l)) {
+          real* frame = frames + frame_at[i] * V;
+          lay(in, l.in_channels, l.in_height, l.in_width, frame, l.pad_y, l.pad_x, 1, 1, height, width);
+          in = frame;
+        }
+        Window window{in, l.in_channels, height, width, weights + weight_at[i], l.out_channels, l.high, l.wide,
+                      l.down, l.right, l.pad_y, l.pad_y + l.in_height, l.pad_x, l.pad_x + l.in_width};
+        bool clip = is(i + 1, RELU), pools = clip && is(i + 2, POOL);  // done together, while a row is in the cache
+        const Layer& next = net.layers[pools ? i + 2 : i];
+        real* pooled = output(pools ? i + 2 : i);
+        windows(window, l.out_height, l.out_width, [=](i64 o, i64 y, i64 x, vec v) {
+          if (shift) v += shift[o];
+          if (clip) v = most(v, vec{});
+          store(out + ((o * l.out_height + y) * l.out_width + x) * V, v);
+        }, [=](i64 y) {
+          if (!pools || (y + 1) % next.high || y / next.high >= next.out_height) return;
+          for (i64 c = 0; c < next.in_channels; c++) pool_row(next, c, y / next.high, out, pooled);
+        });
+        i += clip + pools;
+      } else if (l.kind == LINEAR) {
+        dense(l.out_channels, l.in_channels, weights + weight_at[i], l.out_channels, in,
+              [=](i64 o, vec v) { store(out + o * V, shift ? v + shift[o] : v); });
+      } else if (l.kind == RELU) {
+        for (i64 j = 0; j < inside(l); j++) store(out + j * V, most(load(in + j * V), vec{}));
+      } else if (l.kind == POOL) {
+        for (i64 c = 0; c < l.in_channels; c++)
+          for (i64 y = 0; y < l.out_height; y++) pool_row(l, c, y, in, out);
+      }
+    }
+    return output(count - 1);
+  }
+
+  static void pool_row(const Layer& l, i64 c, i64 y, const real* in, real* out) {
+    const real* from = in + (c * l.in_height + y * l.high) * l.in_width * V;
+    real* to = out + (c * l.out_height + y) * l.out_width * V;
+    for (i64 i = 0; i < l.out_width; i++, from += l.wide * V, to += V) {
+      vec best = load(from);
+      for (i64 ky = 0; ky < l.high; ky++)
+        for (i64 kx = 0; kx < l.wide; kx++) best = most(best, load(from + (ky * l.in_width + kx) * V));
+      store(to, best);
+    }
+  }
+
+  // The gradient with respect to the samples, from that of the outputs, which is in `one` (and is written over).
+  const real* backward() {
+    prepare_way_back();
+    real *now = one, *below = other;
+    bool is_laid = false;  // the gradient lies in `around` already
+    for (i64 i = (i64)net.layers.size() - 1; i >= 0; i--) {
+      const Layer& l = net.layers[i];
+      const real *in = output(i - 1), *out = output(i);
+      real* to = below;
+      if (l.kind == CONV) {
+        i64 height = around_height(l), width = around_width(l);
+        real* laid = around + around_at[i] * V;
+        i64 top = l.high - 1 - l.pad_y, left = l.wide - 1 - l.pad_x;
+        if (!is_laid)
+          lay(now, l.out_channels, l.out_height, l.out_width, laid, top, left, l.down, l.right, height, width);
+        is_laid = false;
+        Window window{laid, l.out_channels, height, width, turned + weight_at[i], l.in_channels, l.high, l.wide, 1, 1,
+                      top, top + (l.out_height - 1) * l.down + 1, left, left + (l.out_width - 1) * l.right + 1};
+        windows(window, l.in_height, l.in_width, [=](i64 o, i64 y, i64 x, vec v) {
+          store(to + ((o * l.in_height + y) * l.in_width + x) * V, v);
+        }, [](i64) {});
+        std::swap(now, below);
+      } else if (l.kind == LINEAR) {
+        dense(l.in_channels, l.out_channels, turned + weight_at[i], l.in_channels, now,
+              [=](i64 o, vec v) { store(to + o * V, v); });
+        std::swap(now, below);
+      } else if (l.kind == RELU) {
+        for (i64 j = 0; j < inside(l); j++) {
+          vec d = load(now + j * V);
+          store(now + j * V, load(out + j * V) <= vec{} ? vec{} : d);
+        }
+      } else if (l.kind == POOL) {
+        const Layer& conv = net.layers[i < 2 ? 0 : i - 2];
+        // Through pooling and ReLU at once, straight to where the convolution needs the gradient.
+        if (is(i - 1, RELU) && is(i - 2, CONV) && conv.down == 1 && conv.right == 1 && conv.pad_y < conv.high &&
+            conv.pad_x < conv.wide) {
+          real* laid = around + around_at[i - 2] * V;
+          laid += ((conv.high - 1 - conv.pad_y) * around_width(conv) + conv.wide - 1 - conv.pad_x) * V;
+          pool_back<true>(l, in, out, now, laid, around_height(conv), around_width(conv));
+          is_laid = true;
+          i--;
+        } else {
+          memset(below, 0, inside(l) * V * sizeof(real));
+          pool_back<false>(l, in, out, now, below, l.in_height, l.in_width);
+          std::swap(now, below);
+        }
+      }
+    }
+    return now;
+  }
+
+  // Of equal values the first one gets the gradient. `to`: a picture of rows of `width`; Clip: back through a ReLU too.
+  template <bool Clip>
+  static void pool_back(const Layer& l, const real* in, const real* out, const real* delta, real* to, i64 height,
+                        i64 width) {
+    for (i64 c = 0; c < l.in_channels; c++)
+      for (i64 y = 0; y < l.out_height; y++) {
+        const real* from = in + (c * l.in_height + y * l.high) * l.in_width * V;
+        real* row = to + (c * height + y * l.high) * width * V;
+        i64 at = (c * l.out_height + y) * l.out_width * V;
+        for (i64 i = 0; i < l.out_width; i++, at += V, from += l.wide * V, row += l.wide * V) {
+          vec best = load(out + at), d = load(delta + at);
+          places free = Clip ? (places)(best > vec{}) : ~places{};
+          for (i64 ky = 0; ky < l.high; ky++)
+            for (i64 kx = 0; kx < l.wide; kx++) {
+              places mine = free & (load(from + (ky * l.in_width + kx) * V) == best);
+              store(row + (ky * width + kx) * V, only(d, mine));
+              free &= ~mine;
+            }
+        }
+      }
+  }
+
+  // A picture in a larger one: its pixel (y, x) at (top + y * down, left + x * right), if that is inside.
+  static void lay(const real* in, i64 channels, i64 rows, i64 columns, real* to, i64 top, i64 left, i64 down, i64 right,
+                  i64 height, i64 width) {
+    for (i64 c = 0; c < channels; c++)
+      for (i64 y = 0; y < rows; y++) {
+        i64 row = top + y * down;
+        if (row < 0 || row >= height) continue;
+        for (i64 i = 0; i < columns; i++) {
+          i64 column = left + i * right;
+          if (column < 0 || column >= width) continue;
+          store(to + ((c * height + row) * width + column) * V, load(in + ((c * rows + y) * columns + i) * V));
+        }
+      }
+  }
+};
+
+// softmax of the outputs in one lane; returns the cross-entropy of class `label`
+static inline real softmax(const real* outputs, i64 lane, i64 classes, real* to, i64 label) {
+  real top = outputs[lane], total = 0;
+  for (i64 j = 1; j < classes; j++) top = std::max(top, outputs[j * V + lane]);
+  for (i64 j = 0; j < classes; j++) total += to[j] = std::exp(outputs[j * V + lane] - top);
+  for (i64 j = 0; j < classes; j++) to[j] /= total;
+  return std::log(total) - (outputs[label * V + lane] - top);
+}
 
 // ---- the order of samples: as `coterie.randomness` has it, bit by bit ----
 
@@ -908,7 +1156,7 @@ int train(const i64* table, i64 layers, i64 size, i64 clients, i64 threads, cons
     Net net(table, layers);
     size_t slots = net.slots.size();
     return over_clients(clients, threads, [&](i64 i, Memory& memory) {
-      Client client(net, std::min(batch[i], sizes[i]), memory, TRAINING);
+      Client client(net, std::min(batch[i], sizes[i]), memory, true);
       std::vector<const real*> from(slots);
       std::vector<real*> to(slots);
       for (size_t s = 0; s < slots; s++) from[s] = start + i * start_step + offsets[s];
@@ -969,7 +1217,7 @@ int gradients(const i64* table, i64 layers, i64 clients, i64 threads, i64 batch,
     Net net(table, layers);
     size_t slots = net.slots.size();
     return over_clients(clients, threads, [&](i64 i, Memory& memory) {
-      Client client(net, batch, memory, TRAINING);
+      Client client(net, batch, memory, true);
       std::vector<const real*> from(slots);
       std::vector<real*> to(slots);
       for (size_t s = 0; s < slots; s++) from[s] = params[s] + i * numel[s], to[s] = found[s] + i * numel[s];
@@ -1001,7 +1249,7 @@ int outputs(const i64* table, i64 layers, i64 models, i64 threads, const i64* of
     i64 pieces = (samples + share - 1) / share;
     return over_clients(models * pieces, threads, [&](i64 number, Memory& memory) {
       i64 i = number / pieces, begin = number % pieces * share, end = std::min(begin + share, samples);
-      Client client(net, std::min(tile, end - begin), memory, OUTPUTS);
+      Client client(net, std::min(tile, end - begin), memory, false);
       std::vector<const real*> from(slots);
       for (size_t s = 0; s < slots; s++) from[s] = flat + i * flat_step + offsets[s];
       client.pack(client.weights, from.data());
@@ -1019,79 +1267,83 @@ int outputs(const i64* table, i64 layers, i64 models, i64 threads, const i64* of
 }
 // Moves samples x [models, samples, D] by Adam until their model classifies them as `labels` [samples]. The loss of a
 // sample is its cross-entropy + pull * ||x - mean||. A step is m / (sqrt(v) * slope[t] + floor[t]). A sample takes at
-// least `least` steps, and stops when its cross-entropy is below `enough`, or after `most` steps. What becomes of a
-// sample depends on no other sample. steps [models, samples]: how many each took.
+// least `least` steps, and stops when its cross-entropy is below `enough`, or after `most` steps. Then the next sample
+// takes its lane: what becomes of a sample depends on no other. steps [models, samples]: how many each took.
 int search(const i64* table, i64 layers, i64 models, i64 threads, const i64* offsets, const real* flat, i64 flat_step,
            i64 samples, real* x, const i64* labels, const real* mean, double pull, const real* slope,
            const real* floor, i64 least, i64 most, double enough, i64* steps) {
   try {
     Net net(table, layers);
-    size_t slots = net.slots.size();
-    const i64 tile = 16;  // samples at a time: what they leave in the layers should stay in a cache
-    i64 pieces = (samples + tile - 1) / tile, length = whole(net.sample);
+    const i64 share = 8 * V, size = net.sample, classes = net.outputs;  // share: samples of one piece of work
+    i64 pieces = (samples + share - 1) / share;
     return over_clients(models * pieces, threads, [&](i64 number, Memory& memory) {
-      i64 i = number / pieces, begin = number % pieces * tile, count = std::min(tile, samples - begin);
-      Client client(net, count, memory, INPUT_GRADIENTS);
-      std::vector<const real*> from(slots);
-      for (size_t s = 0; s < slots; s++) from[s] = flat + i * flat_step + offsets[s];
-      client.pack(client.weights, from.data());
-      real* values = memory.take(16, 3 * count * length);  // of each sample: x, m, v
-      real* center = memory.take(17, length);
-      memset(values, 0, 3 * count * length * sizeof(real));
-      memset(center, 0, length * sizeof(real));
-      memcpy(center, mean, net.sample * sizeof(real));
-      real* own = x + (i * samples + begin) * net.sample;
-      std::vector<i64> active(count);
-      for (i64 b = 0; b < count; b++) {
-        memcpy(values + 3 * b * length, own + b * net.sample, net.sample * sizeof(real));
-        active[b] = b;
-      }
-      auto leave = [&](i64 b, i64 done) {
-        memcpy(own + b * net.sample, values + 3 * b * length, net.sample * sizeof(real));
-        steps[i * samples + begin + b] = done;
+      i64 i = number / pieces, waiting = number % pieces * share, end = std::min(waiting + share, samples);
+      Lanes lanes(net, memory);
+      lanes.take(offsets, flat + i * flat_step);
+      real *m = memory.take(8, size * V), *v = memory.take(9, size * V);
+      std::vector<real> own(classes);
+      i64 sample[V], done[V], held = 0;  // of each lane; sample -1: none
+      auto fill = [&](i64 lane) {
+        sample[lane] = waiting < end ? waiting++ : -1;
+        done[lane] = 0;
+        if (sample[lane] < 0) return;
+        held++;
+        lanes.put(lane, x + (i * samples + sample[lane]) * size);
+        for (i64 j = 0; j < size; j++) m[j * V + lane] = v[j * V + lane] = 0;
       };
-      i64 at = 0;
-      for (; at < most && !active.empty(); at++) {
-        i64 moving = active.size();
-        for (i64 b = 0; b < moving; b++) {
-          client.rows[b] = values + 3 * active[b] * length;
-          client.labels[b] = labels[begin + active[b]];
-          client.shares[b] = 1;
+      auto leave = [&](i64 lane) {
+        real* to = x + (i * samples + sample[lane]) * size;
+        for (i64 j = 0; j < size; j++) to[j] = lanes.x[j * V + lane];
+        steps[i * samples + sample[lane]] = done[lane];
+        held--;
+        fill(lane);
+      };
+      memset(m, 0, size * V * sizeof(real));
+      memset(v, 0, size * V * sizeof(real));
+      for (i64 lane = 0; lane < V; lane++) fill(lane);
+      while (held) {
+        const real* y = lanes.forward();
+        bool stays[V];
+        i64 moving = 0;
+        for (i64 lane = 0; lane < V; lane++) {
+          i64 label = sample[lane] < 0 ? 0 : labels[sample[lane]];
+          real loss = softmax(y, lane, classes, own.data(), label);
+          for (i64 j = 0; j < classes; j++) lanes.one[j * V + lane] = own[j] - (j == label);
+          stays[lane] = sample[lane] >= 0 && done[lane] < most && !(done[lane] >= least && loss < enough);
+          moving += stays[lane];
         }
-        client.forward(client.weights, moving);
-        std::vector<bool> stays(moving, true);
-        if (at >= least)
-          for (i64 b = 0; b < moving; b++) stays[b] = !(client.loss(b) < enough);
-        real now = slope[at], low = floor[at];
-        if (std::find(stays.begin(), stays.end(), true) == stays.end()) break;
-        client.input_gradients(client.weights, moving, stays, [&](i64 b, const real* gradient) {
-          real *place = values + 3 * active[b] * length, *m = place + length, *v = m + length;
-          vec square = {};
-          for (i64 j = 0; j < length; j += V) {
-            vec apart = load(place + j) - load(center + j);
+        if (moving) {
+          const real* gradient = lanes.backward();
+          vec square = {}, rate = {}, low = all(1), near = {};
+          for (i64 j = 0; j < size; j++) {
+            vec apart = load(lanes.x + j * V) - mean[j];
             square += apart * apart;
           }
-          real norm = 0;
-          for (int j = 0; j < V; j++) norm += square[j];
-          norm = std::sqrt(norm);
-          real share = norm > 0 ? (real)pull / norm : 0;
-          for (i64 j = 0; j < net.sample; j++) {
-            real g = gradient[j] + share * (place[j] - center[j]);
-            m[j] += (real)0.1 * (g - m[j]);
-            v[j] = (real)0.999 * v[j] + (real)0.001 * g * g;
-            place[j] -= m[j] / (std::sqrt(v[j]) * now + low);
+          square = root(square);
+          for (i64 lane = 0; lane < V; lane++) {
+            near[lane] = square[lane] > 0 ? (real)pull / square[lane] : 0;
+            if (stays[lane]) rate[lane] = slope[done[lane]], low[lane] = floor[done[lane]];
           }
-        });
-        i64 left = 0;
-        for (i64 b = 0; b < moving; b++) {
-          if (stays[b])
-            active[left++] = active[b];
-          else
-            leave(active[b], at);
+          places mine;
+          whole_number bits[V];
+          for (i64 lane = 0; lane < V; lane++) bits[lane] = stays[lane] ? -1 : 0;
+          memcpy(&mine, bits, sizeof mine);
+          for (i64 j = 0; j < size; j++) {
+            vec at = load(lanes.x + j * V), g = load(gradient + j * V) + near * (at - mean[j]);
+            vec speed = load(m + j * V), power = load(v + j * V);
+            speed += (real)0.1 * (g - speed);
+            power = (real)0.999 * power + (real)0.001 * g * g;
+            store(m + j * V, speed);
+            store(v + j * V, power);
+            store(lanes.x + j * V, at - only(speed / (root(power) * rate + low), mine));
+          }
         }
-        active.resize(left);
+        for (i64 lane = 0; lane < V; lane++) {
+          if (sample[lane] < 0) continue;
+          done[lane] += stays[lane];
+          if (!stays[lane] || (done[lane] == most && enough <= 0)) leave(lane);
+        }
       }
-      for (i64 b : active) leave(b, at);
     });
   } catch (...) {
     return 1;
@@ -1108,14 +1360,10 @@ int distances(const i64* table, i64 layers, i64 models, i64 threads, const i64* 
               const real* shares, const i64* start, real* result) {
   try {
     Net net(table, layers);
-    size_t slots = net.slots.size();
     i64 classes = net.outputs;
     return over_clients(models, threads, [&](i64 i, Memory& memory) {
-      const i64 tile = shares ? 16 : 32;
-      Client client(net, tile, memory, OUTPUTS);
-      std::vector<const real*> from(slots);
-      for (size_t s = 0; s < slots; s++) from[s] = flat + i * flat_step + offsets[s];
-      client.pack(client.weights, from.data());
+      Lanes lanes(net, memory);
+      lanes.take(offsets, flat + i * flat_step);
       const real* share = shares ? shares + i * groups : nullptr;
       std::vector<i64> order;  // samples of a center: one of each class, then the next of each class
       for (i64 m = 0; m < samples; m++)
@@ -1127,19 +1375,17 @@ int distances(const i64* table, i64 layers, i64 models, i64 threads, const i64* 
         i64 first = start ? start[i] : 0, j = turn == 0 ? first : turn <= first ? turn - 1 : turn;
         std::vector<double> sums(groups, 0.0);
         double total = 0;
-        for (i64 at = 0; at < (i64)order.size() && !(total > best * 1.00001); at += tile) {
-          i64 count = std::min<i64>(tile, order.size() - at);
-          for (i64 b = 0; b < count; b++)
-            client.rows[b] = x + (j * groups * samples + order[at + b]) * net.sample;
-          client.forward(client.weights, count);
-          for (i64 b = 0; b < count; b++) {
-            const real *y = client.inputs.back()[b];
-            const real *other = expected + (j * groups * samples + order[at + b]) * classes;
-            real top = y[0], sum = 0, apart = 0;
-            for (i64 c = 1; c < classes; c++) top = y[c] > top ? y[c] : top;
-            for (i64 c = 0; c < classes; c++) sum += own[c] = std::exp(y[c] - top);
-            for (i64 c = 0; c < classes; c++) apart += std::abs(own[c] / sum - other[c]);
-            i64 k = order[at + b] / samples;
+        // With a margin: rounding must not decide.
+        for (i64 at = 0; at < (i64)order.size() && !(total > best * 1.00001); at += V) {
+          i64 count = std::min<i64>(V, order.size() - at), before = j * groups * samples;
+          for (i64 lane = 0; lane < count; lane++) lanes.put(lane, x + (before + order[at + lane]) * net.sample);
+          const real* y = lanes.forward();
+          for (i64 lane = 0; lane < count; lane++) {
+            const real* other = expected + (before + order[at + lane]) * classes;
+            softmax(y, lane, classes, own.data(), 0);
+            real apart = 0;
+            for (i64 c = 0; c < classes; c++) apart += std::abs(own[c] - other[c]);
+            i64 k = order[at + lane] / samples;
             sums[k] += apart;
             if (share) total += (double)share[k] * apart;
           }
