@@ -70,6 +70,7 @@ class MDICFLState(CenterState):
     of_clients: ClassVar[tuple[str, ...]] = (*CenterState.of_clients, "counts")
 
     counts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N, L], weak privacy only
+    samples: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, L, M, ...], search_from=last_round only
 
 
 @register
@@ -88,6 +89,10 @@ class MDICFL(CenterMethod[MDICFLState]):
     privacy: Literal["weak", "strong"] = setting("weak", "send label counts once, or only the nearest center's index")
     pseudo_samples: int = setting(30, "pseudo samples per center and class (M)", ge=1)
     iterations: int | None = setting(None, "iterations of the sampler; by default 100, for the generator 1,000", ge=1)
+    search_from: Literal["noise", "last_round"] = setting(
+        "last_round", "where a round's search starts: from new noise, or from the samples of the last round"
+    )
+    refresh: int = setting(10, "iterations of a search from the samples of the last round", ge=1)
     prior_weight: float = setting(0.1, "weight of the prior on pseudo samples (lambda)", ge=0)
     prior_mean: float = setting(0.0, "prior mean of the inputs (mu): 0 for pixels in [-1, 1]", ge=-100, le=100)
     witness_rounds: int = setting(
@@ -103,9 +108,11 @@ class MDICFL(CenterMethod[MDICFLState]):
         """Generate pseudo data, train, assign to the center at the least model distance, average."""
         state = self._with_counts(state, engine, cohort, rng)
         x, predictions = self.pseudo(state, engine, rng.at("prepare"))
+        state = self.with_samples(state, x)
         update = RoundUpdate(self, state, engine)
         for chunk in self.train(state, engine, cohort, rng.at("train")):
-            distances = class_distances(engine.forward, chunk.answer.params, predictions, x)  # [c, K, L]
+            hints = self.hints(chunk.clients, state.counts, state.labels)
+            distances = class_distances(engine.forward, chunk.answer.params, predictions, x, **hints)  # [c, K, L]
             update.add(chunk, self.nearest(distances, chunk.clients, state.counts, engine, rng))
         return guarded(self, state, update, engine, rng)
 
@@ -115,6 +122,17 @@ class MDICFL(CenterMethod[MDICFLState]):
             raise ConfigError("MD-ICFL generates pseudo data of classes; these data have none.")
         x = self.pseudo_data(state, engine, rng, self.pseudo_samples)
         return x, probabilities(engine.forward, state.centers, x)
+
+    def with_samples(self, state: MDICFLState, x: Tensor) -> MDICFLState:
+        """The state with a round's pseudo data, if the next search starts from them."""
+        keeps = self.sampler == "search" and self.search_from == "last_round"
+        return replace(state, samples=x) if keeps else state
+
+    def hints(self, clients: Tensor, counts: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """What `class_distances` may use to skip work: under weak privacy the label counts, and the old labels."""
+        if self.privacy == "strong":
+            return {}
+        return {"counts": counts[clients], "likely": labels[clients]}
 
     def nearest(self, distances: Tensor, clients: Tensor, counts: Tensor, engine: Engine, rng: Rng) -> Tensor:
         """The nearest center [c] by class-wise distances [c, K, L]; -1 where it is not known.
@@ -170,7 +188,11 @@ class MDICFL(CenterMethod[MDICFLState]):
     def pseudo_data(self, state: MDICFLState, engine: Engine, rng: Rng, samples: int) -> Tensor:
         """Pseudo data of every center: [K, L, samples, ...]."""
         make = search if self.sampler == "search" else generate
-        more = {} if self.iterations is None else {"iterations": self.iterations}
+        more: dict[str, Any] = {} if self.iterations is None else {"iterations": self.iterations}
+        wanted = (len(state.centers), engine.task.num_classes, samples, *engine.task.input_shape)
+        last = state.samples[:, :, :samples] if state.samples.dim() == len(wanted) else state.samples
+        if self.sampler == "search" and self.search_from == "last_round" and last.shape == wanted:
+            more |= {"start": last, "iterations": self.refresh}
         return make(
             engine.forward,
             state.centers,

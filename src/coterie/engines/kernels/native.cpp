@@ -1086,13 +1086,12 @@ struct Lanes {
   }
 };
 
-// softmax of the outputs in one lane; returns the cross-entropy of class `label`
-static inline real softmax(const real* outputs, i64 lane, i64 classes, real* to, i64 label) {
+// Softmax of the outputs in one lane.
+static inline void softmax(const real* outputs, i64 lane, i64 classes, real* to) {
   real top = outputs[lane], total = 0;
   for (i64 j = 1; j < classes; j++) top = std::max(top, outputs[j * V + lane]);
   for (i64 j = 0; j < classes; j++) total += to[j] = std::exp(outputs[j * V + lane] - top);
   for (i64 j = 0; j < classes; j++) to[j] /= total;
-  return std::log(total) - (outputs[label * V + lane] - top);
 }
 
 // ---- the order of samples: as `coterie.randomness` has it, bit by bit ----
@@ -1266,84 +1265,51 @@ int outputs(const i64* table, i64 layers, i64 models, i64 threads, const i64* of
   }
 }
 // Moves samples x [models, samples, D] by Adam until their model classifies them as `labels` [samples]. The loss of a
-// sample is its cross-entropy + pull * ||x - mean||. A step is m / (sqrt(v) * slope[t] + floor[t]). A sample takes at
-// least `least` steps, and stops when its cross-entropy is below `enough`, or after `most` steps. Then the next sample
-// takes its lane: what becomes of a sample depends on no other. steps [models, samples]: how many each took.
+// sample is its cross-entropy + pull * ||x - mean||. A step is m / (sqrt(v) * slope[t] + floor[t]), for `steps` steps.
+// What becomes of a sample depends on no other sample.
 int search(const i64* table, i64 layers, i64 models, i64 threads, const i64* offsets, const real* flat, i64 flat_step,
            i64 samples, real* x, const i64* labels, const real* mean, double pull, const real* slope,
-           const real* floor, i64 least, i64 most, double enough, i64* steps) {
+           const real* floor, i64 steps) {
   try {
     Net net(table, layers);
-    const i64 share = 8 * V, size = net.sample, classes = net.outputs;  // share: samples of one piece of work
-    i64 pieces = (samples + share - 1) / share;
+    i64 pieces = (samples + V - 1) / V, size = net.sample, classes = net.outputs;
     return over_clients(models * pieces, threads, [&](i64 number, Memory& memory) {
-      i64 i = number / pieces, waiting = number % pieces * share, end = std::min(waiting + share, samples);
+      i64 i = number / pieces, begin = number % pieces * V, count = std::min<i64>(V, samples - begin);
       Lanes lanes(net, memory);
       lanes.take(offsets, flat + i * flat_step);
       real *m = memory.take(8, size * V), *v = memory.take(9, size * V);
-      std::vector<real> own(classes);
-      i64 sample[V], done[V], held = 0;  // of each lane; sample -1: none
-      auto fill = [&](i64 lane) {
-        sample[lane] = waiting < end ? waiting++ : -1;
-        done[lane] = 0;
-        if (sample[lane] < 0) return;
-        held++;
-        lanes.put(lane, x + (i * samples + sample[lane]) * size);
-        for (i64 j = 0; j < size; j++) m[j * V + lane] = v[j * V + lane] = 0;
-      };
-      auto leave = [&](i64 lane) {
-        real* to = x + (i * samples + sample[lane]) * size;
-        for (i64 j = 0; j < size; j++) to[j] = lanes.x[j * V + lane];
-        steps[i * samples + sample[lane]] = done[lane];
-        held--;
-        fill(lane);
-      };
       memset(m, 0, size * V * sizeof(real));
       memset(v, 0, size * V * sizeof(real));
-      for (i64 lane = 0; lane < V; lane++) fill(lane);
-      while (held) {
+      real* own = x + (i * samples + begin) * size;
+      for (i64 lane = 0; lane < count; lane++) lanes.put(lane, own + lane * size);
+      std::vector<real> shares(classes);
+      for (i64 at = 0; at < steps; at++) {
         const real* y = lanes.forward();
-        bool stays[V];
-        i64 moving = 0;
         for (i64 lane = 0; lane < V; lane++) {
-          i64 label = sample[lane] < 0 ? 0 : labels[sample[lane]];
-          real loss = softmax(y, lane, classes, own.data(), label);
-          for (i64 j = 0; j < classes; j++) lanes.one[j * V + lane] = own[j] - (j == label);
-          stays[lane] = sample[lane] >= 0 && done[lane] < most && !(done[lane] >= least && loss < enough);
-          moving += stays[lane];
+          i64 label = labels[begin + std::min(lane, count - 1)];
+          softmax(y, lane, classes, shares.data());
+          for (i64 j = 0; j < classes; j++) lanes.one[j * V + lane] = shares[j] - (j == label);
         }
-        if (moving) {
-          const real* gradient = lanes.backward();
-          vec square = {}, rate = {}, low = all(1), near = {};
-          for (i64 j = 0; j < size; j++) {
-            vec apart = load(lanes.x + j * V) - mean[j];
-            square += apart * apart;
-          }
-          square = root(square);
-          for (i64 lane = 0; lane < V; lane++) {
-            near[lane] = square[lane] > 0 ? (real)pull / square[lane] : 0;
-            if (stays[lane]) rate[lane] = slope[done[lane]], low[lane] = floor[done[lane]];
-          }
-          places mine;
-          whole_number bits[V];
-          for (i64 lane = 0; lane < V; lane++) bits[lane] = stays[lane] ? -1 : 0;
-          memcpy(&mine, bits, sizeof mine);
-          for (i64 j = 0; j < size; j++) {
-            vec at = load(lanes.x + j * V), g = load(gradient + j * V) + near * (at - mean[j]);
-            vec speed = load(m + j * V), power = load(v + j * V);
-            speed += (real)0.1 * (g - speed);
-            power = (real)0.999 * power + (real)0.001 * g * g;
-            store(m + j * V, speed);
-            store(v + j * V, power);
-            store(lanes.x + j * V, at - only(speed / (root(power) * rate + low), mine));
-          }
+        const real* gradient = lanes.backward();
+        vec length = {}, near = {};
+        for (i64 j = 0; j < size; j++) {
+          vec apart = load(lanes.x + j * V) - mean[j];
+          length += apart * apart;
         }
-        for (i64 lane = 0; lane < V; lane++) {
-          if (sample[lane] < 0) continue;
-          done[lane] += stays[lane];
-          if (!stays[lane] || (done[lane] == most && enough <= 0)) leave(lane);
+        length = root(length);
+        for (int lane = 0; lane < V; lane++) near[lane] = length[lane] > 0 ? (real)pull / length[lane] : 0;
+        for (i64 j = 0; j < size; j++) {
+          vec now = load(lanes.x + j * V), speed = load(m + j * V), power = load(v + j * V);
+          vec g = load(gradient + j * V) + near * (now - mean[j]);
+          speed += (real)0.1 * (g - speed);
+          power = (real)0.999 * power + (real)0.001 * g * g;
+          store(m + j * V, speed);
+          store(v + j * V, power);
+          store(lanes.x + j * V, now - speed / (root(power) * slope[at] + floor[at]));
         }
       }
+      for (i64 lane = 0; lane < count; lane++)
+        for (i64 j = 0; j < size; j++) own[lane * size + j] = lanes.x[j * V + lane];
     });
   } catch (...) {
     return 1;
@@ -1382,7 +1348,7 @@ int distances(const i64* table, i64 layers, i64 models, i64 threads, const i64* 
           const real* y = lanes.forward();
           for (i64 lane = 0; lane < count; lane++) {
             const real* other = expected + (before + order[at + lane]) * classes;
-            softmax(y, lane, classes, own.data(), 0);
+            softmax(y, lane, classes, own.data());
             real apart = 0;
             for (i64 c = 0; c < classes; c++) apart += std::abs(own[c] - other[c]);
             i64 k = order[at + lane] / samples;

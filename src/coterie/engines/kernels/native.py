@@ -160,35 +160,18 @@ class NativeKernel:
         self._call("outputs", models, self._threads, *weights, x, stride, samples, result)
         return result
 
-    def search(
-        self,
-        flat: Tensor,
-        x: Tensor,
-        y: Tensor,
-        *,
-        mean: Tensor,
-        pull: float,
-        slope: Tensor,
-        floor: Tensor,
-        least: int,
-        enough: float,
-    ) -> Tensor:
-        """Move samples x [c, n, ...] in place by Adam until model i classifies sample j as y [n]: steps taken [c, n].
+    def search(self, flat: Tensor, x: Tensor, y: Tensor, mean: Tensor, pull: float, rates: tuple[Tensor, Tensor]) -> None:
+        """Move samples x [c, n, ...] in place by Adam until model i classifies sample j as y [n].
 
-        The loss of a sample is its cross-entropy + `pull` * ||x - mean||. A step is m / (sqrt(v) * slope[t] + floor[t]).
-        A sample takes at least `least` steps, and stops when its cross-entropy is below `enough`, or after len(slope).
+        The loss of a sample is its cross-entropy + `pull` * ||x - mean||. With `rates`, slope and floor [T] of each of
+        T steps, a step is m / (sqrt(v) * slope[t] + floor[t]).
         """
-        assert x.is_contiguous() and x.dtype == self._dtype
+        assert x.is_contiguous()
+        assert x.dtype == self._dtype
         flat, y, mean = flat.contiguous(), y.contiguous(), mean.to(self._dtype).contiguous()
-        models, samples = x.shape[:2]
-        steps = torch.empty(models, samples, dtype=torch.int64)
-        weights = (self._offsets, flat, flat.shape[1])
-        rates = (slope.to(self._dtype).contiguous(), floor.to(self._dtype).contiguous())
-        stop = (least, len(slope), float(enough))
-        self._call(
-            "search", models, self._threads, *weights, samples, x, y, mean, float(pull), *rates, *stop, steps
-        )
-        return steps
+        slope, floor = (rate.to(self._dtype).contiguous() for rate in rates)
+        weights, samples = (self._offsets, flat, flat.shape[1]), (x.shape[1], x, y, mean)
+        self._call("search", len(x), self._threads, *weights, *samples, float(pull), slope, floor, len(slope))
 
     def distances(
         self, flat: Tensor, x: Tensor, expected: Tensor, shares: Tensor | None = None, first: Tensor | None = None

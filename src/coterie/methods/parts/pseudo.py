@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,6 @@ from coterie.engines.forward import Forward, Outputs
 from coterie.errors import ConfigError, ModelError
 from coterie.nets.flat import cross_entropy
 from coterie.randomness import Rng, normal, uniform
-
-_LOOK_EVERY = 10  # replayed steps between two looks at whether any sample still moves
 
 # ---- the two samplers ----
 
@@ -42,15 +39,13 @@ def search(
     prior_weight: float = 0.1,
     prior_mean: float | Tensor = 0.0,
     start: Tensor | None = None,
-    least: int = 0,
-    enough: float = 0.0,
     at_once: int | None = None,
 ) -> Tensor:
     """Back-searching (MD-ICFL-1): Adam moves Gaussian noise until center j classifies it as class k.
 
     Every sample minimises its own loss, Eq. 6 with lambda = `prior_weight` and mu = `prior_mean`. So the samples can
     be computed in pieces of `at_once` (over all centers) with the same result. `start` [K, L, M, ...] replaces the
-    noise. After `least` iterations a sample stops as soon as its cross-entropy is below `enough`.
+    noise, such as the samples of centers that have moved a little since.
     Returns M = `samples` inputs per center and class: [K, L, M, *input_shape].
     """
     _check(forward, num_classes)
@@ -61,13 +56,10 @@ def search(
         noise = normal(_key(rng.at("search"), centers), pairs * math.prod(shape)).reshape(pairs, *shape)
         start = noise.to(centers.dtype).expand(num_centers, *noise.shape)
     begin = start.reshape(num_centers, pairs, *shape).to(centers)  # [K, L * M, ...]
-    compiled = forward.compiled
-    if compiled is not None:
+    if forward.compiled is not None:
         x = begin.clone(memory_format=torch.contiguous_format)
-        slope, floor = _rates(lr, iterations, like=x)
         mean = torch.as_tensor(prior_mean, dtype=x.dtype).expand(shape)
-        prior: dict[str, Any] = {"mean": mean, "pull": 0.5 * prior_weight}
-        compiled.search(centers, x, y, slope=slope, floor=floor, least=least, enough=enough, **prior)
+        forward.compiled.search(centers, x, y, mean, 0.5 * prior_weight, _rates(lr, iterations, like=x))
         return x.reshape(num_centers, num_classes, samples, *shape)
     at_once = forward.samples_at_once(centers, shape) if at_once is None else at_once
     size = max(1, at_once // num_centers)
@@ -75,16 +67,12 @@ def search(
     for some, targets in zip(begin.split(size, dim=1), y.split(size), strict=True):
         x = some.clone(memory_format=torch.contiguous_format).requires_grad_()  # [K, n, ...]
         adam = _Adam(x, lr, iterations)
-        moving = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # [K, n]
 
-        def step(x: Tensor = x, targets: Tensor = targets, adam: _Adam = adam, moving: Tensor = moving) -> None:
-            losses, prior = _losses(forward, centers, x, targets, prior_weight, prior_mean)
-            gradient = torch.autograd.grad((losses + prior).sum(), [x])
-            if enough > 0:
-                moving.logical_and_((losses.detach() >= enough) | (adam.done < least))
-            adam.update(*gradient, only=moving if enough > 0 else None)
+        def step(x: Tensor = x, targets: Tensor = targets, adam: _Adam = adam) -> None:
+            losses = _losses(forward, centers, x, targets, prior_weight, prior_mean)
+            adam.update(*torch.autograd.grad(losses.sum(), [x]))
 
-        _repeat(step, iterations, moving if enough > 0 else None, recorded=centers.is_cuda and forward.stacked)
+        _repeat(step, iterations, recorded=centers.is_cuda and forward.stacked)
         found.append(x.detach())
     return torch.cat(found, dim=1).reshape(num_centers, num_classes, samples, *shape)
 
@@ -127,8 +115,8 @@ def generate(
     def step() -> None:
         now = adam.done  # a tensor, so that a recorded step reads the next batch when it is replayed
         x = generators(inputs.index_select(0, now)[0], train=True).unflatten(-1, shape)  # [K, batch, ...]
-        losses, prior = _losses(forward, centers, x, classes.index_select(0, now)[0], prior_weight, prior_mean)
-        adam.update(*torch.autograd.grad((losses + prior).mean(1).sum(), generators.weights))
+        losses = _losses(forward, centers, x, classes.index_select(0, now)[0], prior_weight, prior_mean)
+        adam.update(*torch.autograd.grad(losses.mean(1).sum(), generators.weights))
 
     _repeat(step, iterations, recorded=centers.is_cuda and forward.stacked)
     y = torch.arange(num_classes, device=device).repeat_interleave(samples)
@@ -192,13 +180,13 @@ def class_distances(
 
 def _losses(
     forward: Forward, centers: Tensor, x: Tensor, y: Tensor, prior_weight: float, prior_mean: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and prior term of each sample: x [K, n, ...], y [n] -> [K, n] each."""
+) -> Tensor:
+    """Loss of each sample: x [K, n, ...], y [n] -> [K, n]."""
     outputs = forward.each(centers, x)
     losses: Tensor = cross_entropy(outputs.flatten(0, 1), y.repeat(len(x))).reshape(x.shape[:2])
     # The norm, not its square, as in the paper; its gradient in torch is 0 where it is 0.
     distance: Tensor = torch.linalg.vector_norm((x - prior_mean).flatten(2), dim=-1)
-    return losses, 0.5 * prior_weight * distance
+    return losses + 0.5 * prior_weight * distance
 
 
 class _Generators:
@@ -255,36 +243,23 @@ class _Adam:
         self.done = torch.zeros(1, dtype=torch.int64, device=values.device)
         self._slope, self._floor = _rates(lr, steps, like=values)
 
-    def update(self, *gradients: Tensor, only: Tensor | None = None) -> None:
-        """One step along the gradients, which together have as many entries as the values.
-
-        With `only`, a mask over the first dimensions of the values, the other values stand still.
-        """
+    def update(self, *gradients: Tensor) -> None:
+        """One step along the gradients, which together have as many entries as the values."""
         gradient = gradients[0] if len(gradients) == 1 else torch.cat([g.flatten() for g in gradients])
         self._mean.lerp_(gradient, 1 - _BETAS[0])
         self._square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
         slope, floor = self._slope.index_select(0, self.done), self._floor.index_select(0, self.done)
-        scale = self._square.sqrt().mul_(slope).add_(floor)
-        if only is None:
-            self._values.addcdiv_(self._mean, scale, value=-1)
-        else:
-            mask = only.reshape(*only.shape, *[1] * (self._values.dim() - only.dim()))
-            self._values.sub_(torch.where(mask, self._mean / scale, 0))
+        self._values.addcdiv_(self._mean, self._square.sqrt().mul_(slope).add_(floor), value=-1)
         self.done.add_(1)
 
 
-def _repeat(step: Callable[[], None], times: int, moving: Tensor | None = None, *, recorded: bool) -> None:
-    """Repeat a step; with `recorded`, record it once as a CUDA graph and replay it, if possible.
-
-    It ends early when nothing is `moving` any more. A replay does not look after every step: that would wait for it.
-    """
+def _repeat(step: Callable[[], None], times: int, *, recorded: bool) -> None:
+    """Repeat a step; with `recorded`, record it once as a CUDA graph and replay it, if possible."""
     with torch.enable_grad():
         first = min(times, 3)  # a graph needs a few steps before it, on a side stream
         if not recorded or times <= 2 * first:
             for _ in range(times):
                 step()
-                if moving is not None and not bool(moving.any()):
-                    return
             return
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -300,9 +275,7 @@ def _repeat(step: Callable[[], None], times: int, moving: Tensor | None = None, 
             for _ in range(times - first):
                 step()
             return
-        for number in range(times - first):
-            if moving is not None and number % _LOOK_EVERY == 0 and not bool(moving.any()):
-                return
+        for _ in range(times - first):
             graph.replay()
 
 
