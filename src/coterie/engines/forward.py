@@ -36,7 +36,7 @@ class Forward:
 
     @property
     def compiled(self) -> NativeKernel | None:
-        """The compiled program, if it computes this network: it takes any number of samples, and keeps no activations."""
+        """The compiled program, if it computes this network; it takes any number of samples at once."""
         return self._quick if isinstance(self._quick, NativeKernel) else None
 
     @property

@@ -160,7 +160,9 @@ class NativeKernel:
         self._call("outputs", models, self._threads, *weights, x, stride, samples, result)
         return result
 
-    def search(self, flat: Tensor, x: Tensor, y: Tensor, mean: Tensor, pull: float, rates: tuple[Tensor, Tensor]) -> None:
+    def search(
+        self, flat: Tensor, x: Tensor, y: Tensor, mean: Tensor, pull: float, rates: tuple[Tensor, Tensor]
+    ) -> None:
         """Move samples x [c, n, ...] in place by Adam until model i classifies sample j as y [n].
 
         The loss of a sample is its cross-entropy + `pull` * ||x - mean||. With `rates`, slope and floor [T] of each of
@@ -185,9 +187,7 @@ class NativeKernel:
         first = None if first is None else first.to(torch.int64).contiguous()
         result = torch.empty(len(flat), *x.shape[:2], dtype=self._dtype)
         weights = (self._offsets, flat, flat.shape[1])
-        self._call(
-            "distances", len(flat), self._threads, *weights, x, expected, *x.shape[:3], shares, first, result
-        )
+        self._call("distances", len(flat), self._threads, *weights, x, expected, *x.shape[:3], shares, first, result)
         return result
 
     def train(self, job: Job) -> bool:
