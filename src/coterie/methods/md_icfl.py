@@ -89,8 +89,10 @@ class MDICFL(CenterMethod[MDICFLState]):
     privacy: Literal["weak", "strong"] = setting("weak", "send label counts once, or only the nearest center's index")
     pseudo_samples: int = setting(30, "pseudo samples per center and class (M)", ge=1)
     iterations: int | None = setting(None, "iterations of the sampler; by default 100, for the generator 1,000", ge=1)
-    search_from: Literal["noise", "last_round"] = setting(
-        "last_round", "where a round's search starts: from new noise, or from the samples of the last round"
+    search_from: Literal["noise", "last_round"] | None = setting(
+        None,
+        "where a round's search starts: new noise, or the samples of the last round; by default last_round, "
+        "with init=paper noise",
     )
     refresh: int = setting(10, "iterations of a search from the samples of the last round", ge=1)
     prior_weight: float = setting(0.1, "weight of the prior on pseudo samples (lambda)", ge=0)
@@ -125,10 +127,19 @@ class MDICFL(CenterMethod[MDICFLState]):
 
     def with_samples(self, state: MDICFLState, x: Tensor) -> MDICFLState:
         """The state with a round's pseudo data, if the next search starts from them."""
-        keeps = self.sampler == "search" and self.search_from == "last_round"
-        return replace(state, samples=x) if keeps else state
+        return replace(state, samples=x) if self._goes_on else state
 
-    def hints(self, clients: Tensor, counts: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a search starts from the samples of the last round.
+
+        Not from the paper's random centers: they change much in a round, and samples of the last round then confirm
+        the old labels.
+        """
+        wanted = self.search_from or ("noise" if self.init == "paper" else "last_round")
+        return self.sampler == "search" and wanted == "last_round"
+
+    def hints(self, clients: Tensor, counts: Tensor, labels: Tensor) -> dict[str, Any]:
         """What `class_distances` may use to skip work: under weak privacy the label counts, and the old labels."""
         if self.privacy == "strong":
             return {}
@@ -191,7 +202,7 @@ class MDICFL(CenterMethod[MDICFLState]):
         more: dict[str, Any] = {} if self.iterations is None else {"iterations": self.iterations}
         wanted = (len(state.centers), engine.task.num_classes, samples, *engine.task.input_shape)
         last = state.samples[:, :, :samples] if state.samples.dim() == len(wanted) else state.samples
-        if self.sampler == "search" and self.search_from == "last_round" and last.shape == wanted:
+        if self._goes_on and last.shape == wanted:
             more |= {"start": last, "iterations": self.refresh}
         return make(
             engine.forward,

@@ -1272,44 +1272,48 @@ int search(const i64* table, i64 layers, i64 models, i64 threads, const i64* off
            const real* floor, i64 steps) {
   try {
     Net net(table, layers);
-    i64 pieces = (samples + V - 1) / V, size = net.sample, classes = net.outputs;
+    const i64 share = 4 * V, size = net.sample, classes = net.outputs;  // share: samples of one piece of work
+    i64 pieces = (samples + share - 1) / share;
     return over_clients(models * pieces, threads, [&](i64 number, Memory& memory) {
-      i64 i = number / pieces, begin = number % pieces * V, count = std::min<i64>(V, samples - begin);
+      i64 i = number / pieces, first = number % pieces * share, last = std::min(first + share, samples);
       Lanes lanes(net, memory);
       lanes.take(offsets, flat + i * flat_step);
       real *m = memory.take(8, size * V), *v = memory.take(9, size * V);
-      memset(m, 0, size * V * sizeof(real));
-      memset(v, 0, size * V * sizeof(real));
-      real* own = x + (i * samples + begin) * size;
-      for (i64 lane = 0; lane < count; lane++) lanes.put(lane, own + lane * size);
       std::vector<real> shares(classes);
-      for (i64 at = 0; at < steps; at++) {
-        const real* y = lanes.forward();
-        for (i64 lane = 0; lane < V; lane++) {
-          i64 label = labels[begin + std::min(lane, count - 1)];
-          softmax(y, lane, classes, shares.data());
-          for (i64 j = 0; j < classes; j++) lanes.one[j * V + lane] = shares[j] - (j == label);
+      for (i64 begin = first; begin < last; begin += V) {
+        i64 count = std::min<i64>(V, last - begin);
+        real* own = x + (i * samples + begin) * size;
+        memset(m, 0, size * V * sizeof(real));
+        memset(v, 0, size * V * sizeof(real));
+        for (i64 lane = 0; lane < count; lane++) lanes.put(lane, own + lane * size);
+        for (i64 at = 0; at < steps; at++) {
+          const real* y = lanes.forward();
+          for (i64 lane = 0; lane < V; lane++) {
+            i64 label = labels[begin + std::min(lane, count - 1)];
+            softmax(y, lane, classes, shares.data());
+            for (i64 j = 0; j < classes; j++) lanes.one[j * V + lane] = shares[j] - (j == label);
+          }
+          const real* gradient = lanes.backward();
+          vec length = {}, near = {};
+          for (i64 j = 0; j < size; j++) {
+            vec apart = load(lanes.x + j * V) - mean[j];
+            length += apart * apart;
+          }
+          length = root(length);
+          for (int lane = 0; lane < V; lane++) near[lane] = length[lane] > 0 ? (real)pull / length[lane] : 0;
+          for (i64 j = 0; j < size; j++) {
+            vec now = load(lanes.x + j * V), speed = load(m + j * V), power = load(v + j * V);
+            vec g = load(gradient + j * V) + near * (now - mean[j]);
+            speed += (real)0.1 * (g - speed);
+            power = (real)0.999 * power + (real)0.001 * g * g;
+            store(m + j * V, speed);
+            store(v + j * V, power);
+            store(lanes.x + j * V, now - speed / (root(power) * slope[at] + floor[at]));
+          }
         }
-        const real* gradient = lanes.backward();
-        vec length = {}, near = {};
-        for (i64 j = 0; j < size; j++) {
-          vec apart = load(lanes.x + j * V) - mean[j];
-          length += apart * apart;
-        }
-        length = root(length);
-        for (int lane = 0; lane < V; lane++) near[lane] = length[lane] > 0 ? (real)pull / length[lane] : 0;
-        for (i64 j = 0; j < size; j++) {
-          vec now = load(lanes.x + j * V), speed = load(m + j * V), power = load(v + j * V);
-          vec g = load(gradient + j * V) + near * (now - mean[j]);
-          speed += (real)0.1 * (g - speed);
-          power = (real)0.999 * power + (real)0.001 * g * g;
-          store(m + j * V, speed);
-          store(v + j * V, power);
-          store(lanes.x + j * V, now - speed / (root(power) * slope[at] + floor[at]));
-        }
+        for (i64 lane = 0; lane < count; lane++)
+          for (i64 j = 0; j < size; j++) own[lane * size + j] = lanes.x[j * V + lane];
       }
-      for (i64 lane = 0; lane < count; lane++)
-        for (i64 j = 0; j < size; j++) own[lane * size + j] = lanes.x[j * V + lane];
     });
   } catch (...) {
     return 1;
@@ -1331,30 +1335,42 @@ int distances(const i64* table, i64 layers, i64 models, i64 threads, const i64* 
       Lanes lanes(net, memory);
       lanes.take(offsets, flat + i * flat_step);
       const real* share = shares ? shares + i * groups : nullptr;
-      std::vector<i64> order;  // samples of a center: one of each class, then the next of each class
-      for (i64 m = 0; m < samples; m++)
-        for (i64 k = 0; k < groups; k++)
-          if (!share || share[k] > 0) order.push_back(k * samples + m);
+      std::vector<i64> mine;  // classes in hand
+      for (i64 k = 0; k < groups; k++)
+        if (!share || share[k] > 0) mine.push_back(k);
       std::vector<real> own(classes);
       double best = INFINITY;
       for (i64 turn = 0; turn < centers; turn++) {
         i64 first = start ? start[i] : 0, j = turn == 0 ? first : turn <= first ? turn - 1 : turn;
         std::vector<double> sums(groups, 0.0);
+        std::vector<i64> done(groups, 0), order = mine;
         double total = 0;
         // With a margin: rounding must not decide.
-        for (i64 at = 0; at < (i64)order.size() && !(total > best * 1.00001); at += V) {
-          i64 count = std::min<i64>(V, order.size() - at), before = j * groups * samples;
-          for (i64 lane = 0; lane < count; lane++) lanes.put(lane, x + (before + order[at + lane]) * net.sample);
+        while (!order.empty() && !(total > best * 1.00001)) {
+          i64 chosen[V], count = 0;
+          // Two of each class to begin with, then the classes on which the two differ most: a center that is farther
+          // shows it soon. In a class samples are taken in their order, so that its sum does not depend on any of this.
+          i64 most = share && done[order[0]] == 0 ? 2 : samples;
+          for (size_t n = 0; n < order.size() && count < V; n++)
+            for (i64 u = 0, k = order[n]; u < most && count < V && done[k] < samples; u++)
+              chosen[count++] = (j * groups + k) * samples + done[k]++;
+          for (i64 lane = 0; lane < count; lane++) lanes.put(lane, x + chosen[lane] * net.sample);
           const real* y = lanes.forward();
           for (i64 lane = 0; lane < count; lane++) {
-            const real* other = expected + (before + order[at + lane]) * classes;
+            const real* other = expected + chosen[lane] * classes;
             softmax(y, lane, classes, own.data());
             real apart = 0;
             for (i64 c = 0; c < classes; c++) apart += std::abs(own[c] - other[c]);
-            i64 k = order[at + lane] / samples;
+            i64 k = chosen[lane] / samples % groups;
             sums[k] += apart;
             if (share) total += (double)share[k] * apart;
           }
+          order.erase(std::remove_if(order.begin(), order.end(), [&](i64 k) { return done[k] == samples; }), order.end());
+          if (share)
+            std::stable_sort(order.begin(), order.end(), [&](i64 k, i64 l) {  // classes not seen yet come first
+              if (!done[k] || !done[l]) return !done[k] && done[l];
+              return share[k] * sums[k] / done[k] > share[l] * sums[l] / done[l];
+            });
         }
         if (share && total < best) best = total;
         for (i64 k = 0; k < groups; k++) result[(i * centers + j) * groups + k] = (real)(sums[k] / samples);
