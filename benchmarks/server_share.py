@@ -36,7 +36,7 @@ def main() -> None:
             "dataset": {"samples": 120, "shape": [1, 28, 28], "classes": 10},
             "work": {"lr": 0.05, "epochs": 1, "batch_size": 20},
         }
-        seconds = execute(resolve(merge(tables))).loaded().summary["seconds"]
+        seconds = execute(resolve(merge(tables))).summary["seconds"]
         train, server = seconds["train"] / options.rounds, seconds["server"] / options.rounds
         row = {"method": name, "train": round(train, 3), "server": round(server, 3), "share": round(server / train, 3)}
         print(json.dumps(row), flush=True)

@@ -13,7 +13,7 @@ from coterie.engines.mock import MockEngine
 from coterie.errors import ConfigError
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.md_icfl import MDICFL, weighted
-from coterie.methods.parts.pseudo import Forward, class_distances, probabilities
+from coterie.methods.parts.pseudo import Forward, class_distances, probabilities, search
 from coterie.nets.flat import Network
 from coterie.randomness import Rng
 from coterie.runs.loop import Schedule
@@ -252,6 +252,43 @@ def test_a_client_that_did_not_tell_its_label_counts_stays_where_it_is_and_is_as
     assert asked == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 2)]
 
 
+# ---- samples of the last round ----
+
+
+def with_centers(method, samples=None):
+    engine, _ = toy(lambda *a: {})
+    engine.task = replace(engine.task, input_shape=(1,))
+    state = replace(method.state_type.common_start(engine, 2), centers=CENTERS.clone())
+    return engine, state if samples is None else replace(state, samples=samples)
+
+
+def test_a_search_starts_from_the_samples_of_the_last_round():
+    method = MDICFL(**SMALL, refresh=3)
+    engine, state = with_centers(method)
+    first, _ = method.pseudo(state, engine, RNG)
+    assert torch.equal(first, MDICFL(**SMALL, search_from="noise").pseudo(state, engine, RNG)[0])
+    kept = method.with_samples(state, first)
+    again, _ = method.pseudo(kept, engine, Rng.seed(7))
+    more = {"samples": 3, "iterations": 3, "start": first}
+    assert torch.equal(again, search(engine.forward, CENTERS, 2, (1,), RNG, **more))
+    few = method.pseudo_data(kept, engine, Rng.seed(7), 2)  # as the exhibits want them
+    assert torch.equal(few, again[:, :, :2])
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 3, 1), (2, 2, 2, 1), (2, 2, 3, 1, 1)])
+def test_samples_of_another_shape_are_not_used(shape):
+    method = MDICFL(**SMALL)
+    engine, state = with_centers(method)
+    expected, _ = method.pseudo(state, engine, RNG)
+    assert torch.equal(method.pseudo(replace(state, samples=torch.ones(shape)), engine, RNG)[0], expected)
+
+
+@pytest.mark.parametrize("more", [{"search_from": "noise"}, {"sampler": "generator"}])
+def test_samples_are_kept_only_where_they_are_used(more):
+    assert finished(setup_of(MDICFL(**SMALL, **more))).state.samples.numel() == 0
+    assert finished(setup_of(MDICFL(**SMALL))).state.samples.shape[:3] == (2, 3, 3)
+
+
 # ---- after a run ----
 
 
@@ -268,6 +305,19 @@ def test_pseudo_samples_are_called_their_class_by_their_own_center(trained, samp
     called = predictions.argmax(-1)  # [K, L, M]
     share = (called == torch.arange(10).reshape(1, -1, 1)).double().mean((1, 2))
     assert (share >= 0.95).all()
+
+
+def test_samples_of_another_center_become_its_own_in_one_round(trained):
+    """A repair replaces a center: the samples in the state are then those of another model."""
+    trainer = trained._trainer
+    state = trainer.state
+    other = replace(state, samples=state.samples.roll(1, dims=0))
+    method = MDICFL()
+    before = probabilities(trainer.engine.forward, state.centers, other.samples)
+    _, after = method.pseudo(other, trainer.engine, RNG)
+    right = [(p.argmax(-1) == torch.arange(10).reshape(1, -1, 1)).double().mean() for p in (before, after)]
+    assert right[0] < 0.7
+    assert right[1] > 0.95
 
 
 def test_finds_the_groups_of_rotated_digits(trained):

@@ -35,9 +35,14 @@ class Forward:
         self._quick = self._hand_written(tuple(input_shape)) if stacked is None and self.stacked else None
 
     @property
+    def compiled(self) -> NativeKernel | None:
+        """The compiled program, if it computes this network; it takes any number of samples at once."""
+        return self._quick if isinstance(self._quick, NativeKernel) else None
+
+    @property
     def is_light(self) -> bool:
         """Whether any number of samples may be passed at once: activations are not kept."""
-        return isinstance(self._quick, NativeKernel)
+        return self.compiled is not None
 
     def _hand_written(self, input_shape: tuple[int, ...]) -> Any:
         """A hand-written kernel for a plain network; outputs do not depend on the loss."""
@@ -61,6 +66,8 @@ class Forward:
 
     def each(self, models: Tensor, x: Tensor) -> Tensor:
         """Models [c, P], own inputs for each [c, n, ...] -> [c, n, L]."""
+        if self.compiled is not None and not (models.requires_grad or x.requires_grad):
+            return self.compiled.outputs(models, x)
         if self.stacked and len(models) > 1:
             found: Tensor = self._own(self.network.layout.unpack(models), x.clone())
             return found

@@ -21,7 +21,7 @@ from a clustering of first models, which small data need: a random partition rei
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -74,7 +74,7 @@ def nearest_center(distances: Tensor, counts: Tensor, own: Tensor | None) -> Ten
     Balanced: every class that the client holds counts the same, and it moves only to a clearly nearer center. Without
     `own` the plain rule: classes count by their share, and the least distance wins.
     """
-    weights = (counts if own is None else counts > 0).to(distances)
+    weights = class_weights(counts, "plain" if own is None else "balanced").to(distances)
     found = (distances * weights.unsqueeze(1)).sum(2) / weights.sum(1, keepdim=True).clamp_min(1)  # [c, K]
     least = found.min(1)
     if own is None:
@@ -83,13 +83,26 @@ def nearest_center(distances: Tensor, counts: Tensor, own: Tensor | None) -> Ten
     return torch.where((own >= 0) & (least.values >= _CLEARLY * at_own), own, least.indices)
 
 
+def class_weights(counts: Tensor, rule: str) -> Tensor:
+    """How much each class counts for clients with label counts [c, L]."""
+    return counts if rule == "plain" else (counts > 0).to(counts.dtype)
+
+
+@dataclass(frozen=True)
+class MDICFLState(CenterState):
+    """The centers, and their last pseudo data."""
+
+    samples: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, L, M, ...], search_from=last_round only
+
+
 @register
 @dataclass(frozen=True)
-class MDICFL(CenterMethod[CenterState]):
+class MDICFL(CenterMethod[MDICFLState]):
     """K centers; a client joins the one whose predictions agree most with its own on the classes it has."""
 
     key: ClassVar[str] = "md_icfl"
     paper: ClassVar[str] = "Zhang et al. 2024"
+    state_type: ClassVar[type[CenterState]] = MDICFLState
 
     weighting: Literal["equal", "samples"] = setting(
         "samples", "weight of a client in its cluster's mean; under strong privacy always equal"
@@ -103,33 +116,61 @@ class MDICFL(CenterMethod[CenterState]):
     )
     pseudo_samples: int = setting(30, "pseudo samples per center and class (M)", ge=1)
     iterations: int | None = setting(None, "iterations of the sampler; by default 100, for the generator 1,000", ge=1)
+    search_from: Literal["noise", "last_round"] | None = setting(
+        None,
+        "where a round's search starts: new noise, or the samples of the last round; by default last_round, "
+        "with init=paper noise",
+    )
+    refresh: int = setting(10, "iterations of a search from the samples of the last round", ge=1)
     prior_weight: float = setting(0.1, "weight of the prior on pseudo samples (lambda)", ge=0)
     prior_mean: float = setting(0.0, "prior mean of the inputs (mu): 0 for pixels in [-1, 1]", ge=-100, le=100)
     witness_rounds: int = setting(
         0, "rounds of training fresh models that classify the pseudo data at the end (Figs. 5 and 6)", ge=0
     )
 
-    def start(self, task: Task, engine: Engine, rng: Rng) -> CenterState:
+    def start(self, task: Task, engine: Engine, rng: Rng) -> MDICFLState:
         """Cluster first models; in the paper K random centers and random labels."""
         begin = random_start if self.init == "paper" else warm_start
         return begin(self, self.empty_state(engine), engine, rng)
 
-    def round(self, state: CenterState, engine: Engine, cohort: Tensor, rng: Rng) -> CenterState:
+    def round(self, state: MDICFLState, engine: Engine, cohort: Tensor, rng: Rng) -> MDICFLState:
         """Generate pseudo data, train, assign to the center at the least model distance, average."""
         state = placed(self, state, engine, cohort, rng)
         x, predictions = self.pseudo(state, engine, rng.at("prepare"))
+        state = self.with_samples(state, x)
         update = RoundUpdate(self, state, engine)
         for chunk in self.train(state, engine, cohort, rng.at("train")):
-            distances = class_distances(engine.forward, chunk.answer.params, predictions, x)  # [c, K, L]
+            hints = self.hints(chunk, state.labels)
+            distances = class_distances(engine.forward, chunk.answer.params, predictions, x, **hints)  # [c, K, L]
             update.add(chunk, self.nearest(distances, chunk, state.labels, engine, rng))
         return guarded(self, state, update, engine, rng)
 
-    def pseudo(self, state: CenterState, engine: Engine, rng: Rng) -> tuple[Tensor, Tensor]:
+    def pseudo(self, state: MDICFLState, engine: Engine, rng: Rng) -> tuple[Tensor, Tensor]:
         """Pseudo data of every center [K, L, M, ...], and its own predictions on them [K, L, M, L]."""
         if not engine.task.num_classes:
             raise ConfigError("MD-ICFL generates pseudo data of classes; these data have none.")
         x = self.pseudo_data(state, engine, rng, self.pseudo_samples)
         return x, probabilities(engine.forward, state.centers, x)
+
+    def with_samples(self, state: MDICFLState, x: Tensor) -> MDICFLState:
+        """The state with a round's pseudo data, if the next search starts from them."""
+        return replace(state, samples=x) if self._goes_on else state
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a search starts from the samples of the last round.
+
+        Not from the paper's random centers: they change much in a round, and samples of the last round then confirm
+        the old labels.
+        """
+        wanted = self.search_from or ("noise" if self.init == "paper" else "last_round")
+        return self.sampler == "search" and wanted == "last_round"
+
+    def hints(self, chunk: Chunk, labels: Tensor) -> dict[str, Any]:
+        """What `class_distances` may use to skip work: under weak privacy the label counts, and the old labels."""
+        if self.privacy == "strong":
+            return {}
+        return {"counts": class_weights(chunk.answer.counts, self.rule), "likely": labels[chunk.clients]}
 
     def nearest(self, distances: Tensor, chunk: Chunk, labels: Tensor, engine: Engine, rng: Rng) -> Tensor:
         """The nearest center [c] by class-wise distances [c, K, L]; -1 where it is not known.
@@ -146,7 +187,7 @@ class MDICFL(CenterMethod[CenterState]):
             chosen[reply.positions] = reply.answer.choice.cpu()
         return chosen
 
-    def member_step(self, state: CenterState, engine: Engine) -> tuple[ClientStep, dict[str, Tensor]]:
+    def member_step(self, state: MDICFLState, engine: Engine) -> tuple[ClientStep, dict[str, Tensor]]:
         """Clients send their model, and under weak privacy their label counts."""
         return (train_only if self.privacy == "strong" else train_and_count), {}
 
@@ -161,10 +202,14 @@ class MDICFL(CenterMethod[CenterState]):
         """Under strong privacy nothing about classes leaves a client."""
         return self.privacy == "weak" and super().signs_classes(engine)
 
-    def pseudo_data(self, state: CenterState, engine: Engine, rng: Rng, samples: int) -> Tensor:
+    def pseudo_data(self, state: MDICFLState, engine: Engine, rng: Rng, samples: int) -> Tensor:
         """Pseudo data of every center: [K, L, samples, ...]."""
         make = search if self.sampler == "search" else generate
-        more = {} if self.iterations is None else {"iterations": self.iterations}
+        more: dict[str, Any] = {} if self.iterations is None else {"iterations": self.iterations}
+        wanted = (len(state.centers), engine.task.num_classes, samples, *engine.task.input_shape)
+        last = state.samples[:, :, :samples] if state.samples.dim() == len(wanted) else state.samples
+        if self._goes_on and last.shape == wanted:
+            more |= {"start": last, "iterations": self.refresh}
         return make(
             engine.forward,
             state.centers,
@@ -177,7 +222,7 @@ class MDICFL(CenterMethod[CenterState]):
             **more,
         )
 
-    def exhibits(self, state: CenterState, engine: Engine, rng: Rng) -> dict[str, NDArray[Any]]:
+    def exhibits(self, state: MDICFLState, engine: Engine, rng: Rng) -> dict[str, NDArray[Any]]:
         """Pseudo samples of the last centers (Fig. 7) and how models classify them (Figs. 5 and 6).
 
         `told` [K, K, L, L]: the mean prediction of center i on center j's samples of class k. `witness` [K, L, L]: that
@@ -199,7 +244,7 @@ class MDICFL(CenterMethod[CenterState]):
             found["witness"] = torch.stack(rows).float().cpu().numpy()
         return found
 
-    def _witnesses(self, state: CenterState, engine: Engine, rng: Rng) -> Tensor:
+    def _witnesses(self, state: MDICFLState, engine: Engine, rng: Rng) -> Tensor:
         """A fresh model per cluster, trained by its members from random weights: [K, P]."""
         drawn = [engine.task.draw(rng.at("model", k)) for k in range(self.num_clusters)]
         models = torch.stack(drawn).to(engine.device, engine.dtype)
@@ -212,6 +257,6 @@ class MDICFL(CenterMethod[CenterState]):
             models = sums.means(keep=models)
         return models
 
-    def personal(self, state: CenterState, clients: Tensor) -> Personal:
+    def personal(self, state: MDICFLState, clients: Tensor) -> Personal:
         """The center; under strong privacy the client computes its scores, and losses stay with it."""
         return replace(super().personal(state, clients), private=self.privacy == "strong")

@@ -115,6 +115,166 @@ def test_outputs_of_models_on_their_own_and_on_the_same_inputs(samples):
         assert torch.allclose(kernel.outputs(models, x), expected, rtol=1e-5, atol=1e-6)
 
 
+# ---- pseudo data: many samples, one model ----
+
+
+def relu_first(input_shape, outputs):
+    """Layers without weights before the first convolution, and a kernel smaller than its border."""
+    layers = [
+        nn.ReLU(),
+        nn.Conv2d(1, 2, 2, padding=2),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(18, outputs),
+    ]
+    return nn.Sequential(*layers)
+
+
+def pool_first(input_shape, outputs):
+    """A border wider than the kernel just before ReLU and pooling; rows and columns that no pool sees."""
+    first = [nn.MaxPool2d(2), nn.Conv2d(1, 3, 1, padding=1), nn.ReLU(), nn.MaxPool2d(3)]
+    return nn.Sequential(*first, nn.Flatten(), nn.Linear(3, outputs))
+
+
+def dense_only(input_shape, outputs):
+    """More outputs than a tile has, none of them a multiple of it."""
+    layers = [nn.Linear(16, 19), nn.ReLU(), nn.Linear(19, 7, bias=False), nn.ReLU(), nn.Linear(7, outputs)]
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+NETWORKS = [mclr, dense_only, small_cnn, odd_cnn, deep_cnn, relu_first, pool_first]
+
+
+def many(build, shape=(1, 4, 4), models=3, dtype=torch.float64, threads=2):
+    """A kernel, models [c, P] and their network."""
+    torch.manual_seed(0)
+    network = Network(build(shape, 3), dtype, torch.device("cpu"))
+    kernel = NativeKernel.of(network, cross_entropy, shape, threads)
+    size = network.layout.size
+    return kernel, network.initial.to(dtype) + 0.2 * torch.randn(models, size, dtype=dtype), network
+
+
+RATES = (torch.linspace(2, 5, 6, dtype=torch.float64), torch.linspace(1e-3, 1e-2, 6, dtype=torch.float64))
+
+
+def searched(network, models, x, y, mean, pull):
+    """The same with autograd, one model at a time."""
+    found = []
+    for model, own in zip(models, x, strict=True):
+        now, m, v = own.clone(), torch.zeros_like(own), torch.zeros_like(own)
+        for slope, floor in zip(*RATES, strict=True):
+            leaf = now.clone().requires_grad_()
+            loss = nn.functional.cross_entropy(network(network.layout.unpack(model), leaf), y, reduction="sum")
+            loss = loss + pull * (leaf - mean).flatten(1).norm(dim=1).sum()
+            (g,) = torch.autograd.grad(loss, [leaf])
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+            now = now - m / (v.sqrt() * slope + floor)
+        found.append(now)
+    return torch.stack(found)
+
+
+@has_compiler
+@pytest.mark.parametrize("samples", [1, 20])
+@pytest.mark.parametrize("build", NETWORKS)
+def test_a_search_follows_the_gradients_of_autograd(build, samples):
+    kernel, models, network = many(build)
+    x = torch.randn(3, samples, 1, 4, 4, dtype=torch.float64)
+    y, mean = torch.arange(samples) % 3, torch.randn(1, 4, 4, dtype=torch.float64)
+    expected = searched(network, models, x, y, mean, 0.3)
+    found = x.clone()
+    kernel.search(models, found, y, mean, 0.3, RATES)
+    assert (found - x).abs().max() > 0.1
+    assert torch.allclose(found, expected, rtol=0, atol=1e-9)
+
+
+@has_compiler
+@pytest.mark.parametrize("march", ["native", "x86-64-v3", "x86-64"])
+def test_a_search_with_every_width_of_vectors(march, monkeypatch):
+    import platform
+
+    if march != "native" and platform.machine() != "x86_64":
+        pytest.skip("another processor")
+    monkeypatch.setattr(native, "_FLAGS", tuple(f.replace("native", march) for f in native._FLAGS))
+    monkeypatch.setattr(native, "_loaded", {})
+    kernel, models, network = many(wide_cnn, (1, 42, 43), models=2)
+    x, y = torch.randn(2, 5, 1, 42, 43, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
+    mean = torch.zeros(1, 42, 43, dtype=torch.float64)
+    expected = searched(network, models, x, y, mean, 0.1)
+    kernel.search(models, x, y, mean, 0.1, RATES)
+    assert torch.allclose(x, expected, rtol=0, atol=1e-9)
+
+
+@has_compiler
+def test_a_sample_is_searched_as_if_alone_and_threads_change_nothing():
+    kernel, models, network = many(small_cnn, dtype=torch.float32)
+    x, y, mean = torch.randn(3, 40, 1, 4, 4), torch.arange(40) % 3, torch.zeros(1, 4, 4)
+    whole = x.clone()
+    kernel.search(models, whole, y, mean, 0.1, RATES)
+    alone = x[1:2, 17:18].clone()
+    kernel.search(models[1:2], alone, y[17:18], mean, 0.1, RATES)
+    assert torch.equal(alone[0, 0], whole[1, 17])
+    one = NativeKernel.of(network, cross_entropy, (1, 4, 4), 1)
+    one.search(models, x, y, mean, 0.1, RATES)
+    assert torch.equal(x, whole)
+
+
+@has_compiler
+def test_a_sample_at_the_prior_mean_is_not_pulled():
+    kernel, models, network = many(mclr)
+    x, y = torch.zeros(3, 4, 1, 4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    mean = torch.zeros(1, 4, 4, dtype=torch.float64)
+    expected = searched(network, models, x, y, mean, 0.3)
+    kernel.search(models, x, y, mean, 0.3, RATES)
+    assert torch.isfinite(x).all()
+    assert torch.allclose(x, expected, rtol=0, atol=1e-9)
+
+
+def apart(network, models, x, expected):
+    """Mean L1 distances of softmax outputs, with plain torch: [c, K, L]."""
+    outputs = torch.stack([network(network.layout.unpack(model), x.flatten(0, 2)) for model in models]).detach()
+    outputs = outputs.softmax(-1).reshape(len(models), *expected.shape)
+    return (outputs - expected).abs().sum(-1).mean(-1)
+
+
+@has_compiler
+@pytest.mark.parametrize("build", NETWORKS)
+def test_distances_of_softmax_outputs(build):
+    kernel, models, network = many(build, models=5)
+    x = torch.randn(2, 3, 7, 1, 4, 4, dtype=torch.float64)  # two centers, three classes, seven samples
+    expected = torch.randn(2, 3, 7, 3, dtype=torch.float64).softmax(-1)
+    found = kernel.distances(models, x, expected)
+    assert torch.allclose(found, apart(network, models, x, expected), rtol=0, atol=1e-12)
+
+
+@has_compiler
+def test_with_label_counts_the_nearest_center_is_exact_and_the_others_are_not_nearer():
+    kernel, models, network = many(small_cnn, models=40)
+    centers = models[:4]
+    x = 3 * torch.randn(4, 3, 20, 1, 4, 4, dtype=torch.float64)
+    expected = torch.stack(
+        [network(network.layout.unpack(c), own.flatten(0, 1)) for c, own in zip(centers, x, strict=True)]
+    )
+    expected = expected.detach().softmax(-1).reshape(4, 3, 20, 3)
+    counts = torch.randint(0, 4, (40, 3), generator=torch.Generator().manual_seed(0))
+    counts[:, 0] += 1
+    whole = apart(network, models, x, expected)
+    weighted = (whole * counts.unsqueeze(1)).sum(2)
+    best = weighted.argmin(1)
+    for first in (best, (best + 1) % 4, torch.zeros(40, dtype=torch.int64), None):
+        found = kernel.distances(models, x, expected, counts, first)
+        mine = (found * counts.unsqueeze(1)).sum(2)
+        assert torch.equal(mine.argmin(1), best)
+        assert torch.allclose(mine.gather(1, best[:, None]), weighted.gather(1, best[:, None]), rtol=1e-9, atol=1e-12)
+        assert (mine <= weighted + 1e-9).all()
+        assert ((found == 0) | (counts > 0).unsqueeze(1)).all()  # classes that a client does not have
+        skipped = (mine < weighted - 1e-9).any()
+        assert skipped
+
+
+# ---- gradients of weights ----
+
+
 @has_compiler
 def test_samples_that_are_weighed_in_any_order():
     network = Network(small_cnn((1, 4, 4), 3), torch.float64, torch.device("cpu"))

@@ -87,10 +87,10 @@ def test_centers_say_what_was_worked_out_by_hand():
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 9, 2048])
-@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("stacked", [None, True, False])
 def test_class_distances_are_those_worked_out_by_hand(at_once, stacked):
-    forward, centers, x = two_class_toy()
-    forward.stacked = stacked
+    _, centers, x = two_class_toy()
+    forward = forward_of(nn.Linear(1, 2, bias=False), shape=(1,), stacked=stacked)
     undecided = torch.zeros(1, 2, dtype=torch.float64)  # (1/2, 1/2) everywhere
     models = torch.cat([undecided, centers[:1]])
     expected = [
@@ -120,6 +120,20 @@ def test_distances_never_take_more_pairs_at_once_than_allowed():
         assert sum(taken) == 5 * 8
 
 
+@pytest.mark.parametrize("stacked", [None, True])
+def test_label_counts_change_no_nearest_center(stacked):
+    forward, centers = forward_of(make("conv"), stacked=stacked), centers_of("conv")
+    x = made("search", forward, centers)
+    models = centers.repeat(4, 1) + 0.3 * RNG.at("models").normal(12, centers.shape[1])
+    counts = torch.tensor([[1, 2, 3], [0, 5, 1], [4, 0, 0]]).repeat(4, 1)
+    predictions = probabilities(forward, centers, x)
+    hints = {"counts": counts, "likely": torch.tensor([-1, 0, 1, 2]).repeat(3)}
+    one, other = (class_distances(forward, models, predictions, x, **more) for more in ({}, hints))
+    nearest = [(distances * counts.unsqueeze(1)).sum(2).argmin(1) for distances in (one, other)]
+    assert torch.equal(*nearest)
+    assert len(nearest[0].unique()) == 3
+
+
 def test_no_models_have_no_distances():
     forward, centers, x = two_class_toy()
     assert class_distances(forward, centers[:0], probabilities(forward, centers, x), x).shape == (0, 2, 2)
@@ -128,10 +142,17 @@ def test_no_models_have_no_distances():
 # ---- against plain torch ----
 
 
+# None: the compiled program where it can compute the network; True: autograd over stacked models.
+both_paths = pytest.mark.parametrize("stacked", [None, True])
+
+
+@both_paths
 @pytest.mark.parametrize("kind", ["mlp", "conv", "norm"])
-def test_search_is_plain_torch_on_each_center_in_eval_mode(kind):
+def test_search_is_plain_torch_on_each_center_in_eval_mode(kind, stacked):
     centers = centers_of(kind)
-    found = made("search", forward_of(make(kind)), centers, prior_weight=0.3, prior_mean=0.2)
+    forward = forward_of(make(kind), stacked=stacked)
+    assert stacked is None or forward.compiled is None
+    found = made("search", forward, centers, prior_weight=0.3, prior_mean=0.2)
     noise = made("search", forward_of(make(kind)), centers, iterations=0)
     assert found.shape == (3, 3, 3, *SHAPE)
     for j in range(3):
@@ -229,11 +250,40 @@ def test_samples_of_a_class_differ_and_those_of_other_classes_too(sampler):
     assert apart.min() > 1e-3
 
 
-def test_search_in_pieces_is_search_at_once():
-    forward, centers = forward_of(make("conv")), centers_of("conv")
+@both_paths
+def test_search_in_pieces_is_search_at_once(stacked):
+    forward, centers = forward_of(make("conv"), stacked=stacked), centers_of("conv")
     whole = made("search", forward, centers, at_once=10**6)
     for at_once in (1, 7, 12):
         np.testing.assert_allclose(made("search", forward, centers, at_once=at_once), whole, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_compiled_search_is_that_of_autograd(dtype):
+    centers = centers_of("conv", dtype=dtype)
+    fast, slow = (made("search", forward_of(make("conv"), dtype, stacked=how), centers) for how in (None, True))
+    # In float32 a gradient that is nearly 0 may round to another sign, and Adam steps by signs at first.
+    apart = (fast - slow).abs().flatten()
+    assert apart.quantile(0.95) < (1e-3 if dtype == torch.float32 else 1e-9)
+
+
+@both_paths
+def test_a_search_goes_on_from_where_it_starts(stacked):
+    forward, centers = forward_of(make("conv"), stacked=stacked), centers_of("conv")
+    first = made("search", forward, centers)
+    kept = first.clone()
+    assert torch.equal(made("search", forward, centers, start=first, iterations=0), first)
+    on = made("search", forward, centers, start=first, iterations=10)
+    assert torch.equal(first, kept)  # not changed in place
+    assert torch.equal(on, made("search", forward, centers, Rng.seed(9), start=first, iterations=10))  # no noise
+
+    def loss(x):
+        return float(
+            pseudo._losses(forward, centers, x.flatten(1, 2), torch.arange(3).repeat_interleave(3), 0.1, 0.0).mean()
+        )
+
+    more = made("search", forward, centers, start=first, iterations=200)
+    assert loss(more) < loss(first)
 
 
 @both_samplers

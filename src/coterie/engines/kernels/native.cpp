@@ -5,6 +5,9 @@
 // cache of the core that trains it: weights are laid out with rows of whole vectors (the rest is zero and stays zero),
 // samples are read where they lie, and the gradient of a dense layer goes from registers straight into the momentum and
 // the weights. Plain C++ with the vector extensions of GCC and Clang; no library is called.
+//
+// For pseudo data one model meets many samples, and no weight changes: there a vector holds one number of V samples
+// (`Lanes`), so that convolutions need no patches and pooling no shuffles.
 
 #include <algorithm>
 #include <atomic>
@@ -763,6 +766,334 @@ struct Client {
   }
 };
 
+// ---- one model, V samples side by side ----
+
+// A convolution without border: sums(o, y, x) = sum over c, ky, kx of w[c, ky, kx, o] * in[c, y + ky, x + kx].
+struct Window {
+  const real* in;  // [channels, height, width] vectors
+  i64 channels, height, width;
+  const real* w;  // [c, ky, kx, outs]
+  i64 outs, high, wide, down, right;
+  i64 top, bottom, left, end;  // the rows from `top` to before `bottom` and columns from `left` to before `end` that are
+                               // not zero: the rest is left out
+};
+
+template <int O, int X, class Result>
+static inline void window_tile(const Window& l, i64 o, i64 y, i64 x, Result& result) {
+  vec acc[O][X] = {};
+  i64 first_row = std::max<i64>(0, l.top - y * l.down), last_row = std::min(l.high, l.bottom - y * l.down);
+  i64 first = std::max<i64>(0, l.left - (x + X - 1) * l.right), last = std::min(l.wide, l.end - x * l.right);
+  for (i64 c = 0; c < l.channels; c++)
+    for (i64 ky = first_row; ky < last_row; ky++) {
+      const real* row = l.in + ((c * l.height + y * l.down + ky) * l.width + x * l.right + first) * V;
+      const real* kernel = l.w + ((c * l.high + ky) * l.wide + first) * l.outs + o;
+      for (i64 kx = first; kx < last; kx++, kernel += l.outs, row += V) {
+        vec r[X];
+#pragma GCC unroll 8
+        for (int j = 0; j < X; j++) {
+          r[j] = load(row + j * l.right * V);
+          HELD(r[j]);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < O; i++) {
+          vec weight = all(kernel[i]);
+          HELD(weight);
+#pragma GCC unroll 8
+          for (int j = 0; j < X; j++) acc[i][j] += weight * r[j];
+        }
+      }
+    }
+  for (int i = 0; i < O; i++)
+    for (int j = 0; j < X; j++) result(o + i, y, x + j, acc[i][j]);
+}
+
+template <int O, class Result>
+static inline void window_row(const Window& l, i64 o, i64 y, i64 columns, Result& result) {
+  constexpr int X = O < 4 ? 2 * NR : NR;  // with few weights more places, so that sums do not wait for each other
+  i64 x = 0;
+  for (; x + X <= columns; x += X) window_tile<O, X>(l, o, y, x, result);
+  if (X > NR && x + NR <= columns) window_tile<O, NR>(l, o, y, x, result), x += NR;
+  for (; x < columns; x++) window_tile<O, 1>(l, o, y, x, result);
+}
+
+// after(y): row y of all channels is there, and still in the cache.
+template <class Result, class After>
+static void windows(const Window& l, i64 rows, i64 columns, Result result, After after) {
+  for (i64 y = 0; y < rows; y++) {
+    i64 o = 0;
+    for (; o + MR <= l.outs; o += MR) window_row<MR>(l, o, y, columns, result);
+    if (MR > 4 && o + 4 <= l.outs) window_row<4>(l, o, y, columns, result), o += 4;
+    if (o + 2 <= l.outs) window_row<2>(l, o, y, columns, result), o += 2;
+    if (o < l.outs) window_row<1>(l, o, y, columns, result);
+    after(y);
+  }
+}
+
+// result(o) = sum over i of w[i, o] * in[i]; rows of w are `step` apart.
+template <int O, class Result>
+static inline void dense_tile(i64 o, i64 length, const real* w, i64 step, const real* in, Result& result) {
+  vec acc[O] = {};
+  const real* row = w + o;
+  for (i64 i = 0; i < length; i++, row += step) {
+    vec x = load(in + i * V);
+#pragma GCC unroll 16
+    for (int j = 0; j < O; j++) acc[j] += all(row[j]) * x;
+  }
+  for (int j = 0; j < O; j++) result(o + j, acc[j]);
+}
+
+template <class Result>
+static void dense(i64 outs, i64 length, const real* w, i64 step, const real* in, Result result) {
+  i64 o = 0;
+  for (; o + 2 * MR <= outs; o += 2 * MR) dense_tile<2 * MR>(o, length, w, step, in, result);
+  for (; o + 4 <= outs; o += 4) dense_tile<4>(o, length, w, step, in, result);
+  for (; o < outs; o++) dense_tile<1>(o, length, w, step, in, result);
+}
+
+static inline vec root(vec v) {
+  real all_of_them[V];
+  memcpy(all_of_them, &v, sizeof v);
+  for (int i = 0; i < V; i++) all_of_them[i] = std::sqrt(all_of_them[i]);
+  memcpy(&v, all_of_them, sizeof v);
+  return v;
+}
+
+struct Lanes {
+  const Net& net;
+  real *x, *kept, *one, *other;
+  real *weights;  // of each layer by input, then output: [I, O] or [I, high, wide, O]
+  real *turned;   // for the way back: [O, I] or, with kernels turned round, [O, high, wide, I]
+  real *frames;   // of each convolution: its input with a border of zeros
+  real *around;   // of each convolution: the gradient of its output, with the zeros that the way back needs
+  const real* flat = nullptr;
+  const i64* offsets = nullptr;
+  std::vector<i64> place;  // of a layer's output in `kept`; -1: that of the layer before it
+  std::vector<i64> weight_at, frame_at, around_at;
+  i64 around_size = 0;
+  bool can_go_back = false;
+
+  static i64 inside(const Layer& l) { return l.in_channels * l.in_height * l.in_width; }
+  static i64 outside(const Layer& l) { return l.out_channels * l.out_height * l.out_width; }
+  static i64 frame_height(const Layer& l) { return l.in_height + 2 * l.pad_y; }
+  static i64 frame_width(const Layer& l) { return l.in_width + 2 * l.pad_x; }
+  static i64 around_height(const Layer& l) { return l.in_height + l.high - 1; }
+  static i64 around_width(const Layer& l) { return l.in_width + l.wide - 1; }
+  static bool has_border(const Layer& l) { return l.pad_y || l.pad_x; }
+  bool is(i64 i, Kind kind) const { return i >= 0 && i < (i64)net.layers.size() && net.layers[i].kind == kind; }
+
+  Lanes(const Net& net, Memory& memory) : net(net) {
+    i64 total = 0, largest = net.sample, all_frames = 0, all_weights = 0;
+    for (i64 i = 0; i < (i64)net.layers.size(); i++) {
+      const Layer& l = net.layers[i];
+      bool same = i > 0 && (l.kind == FLATTEN || l.kind == RELU);
+      place.push_back(same ? -1 : total);
+      if (!same) total += outside(l);
+      largest = std::max(largest, outside(l));
+      weight_at.push_back(all_weights), frame_at.push_back(all_frames), around_at.push_back(around_size);
+      if (l.weight >= 0) all_weights += net.slots[l.weight].rows * net.slots[l.weight].columns;
+      if (l.kind != CONV) continue;
+      if (has_border(l)) all_frames += l.in_channels * frame_height(l) * frame_width(l);
+      around_size += l.out_channels * around_height(l) * around_width(l);
+    }
+    x = memory.take(0, net.sample * V);
+    kept = memory.take(1, total * V);
+    one = memory.take(2, largest * V);
+    other = memory.take(3, largest * V);
+    weights = memory.take(4, all_weights);
+    turned = memory.take(5, all_weights);
+    frames = memory.take(6, all_frames * V);
+    around = memory.take(7, around_size * V);
+    memset(x, 0, net.sample * V * sizeof(real));
+    memset(frames, 0, all_frames * V * sizeof(real));
+  }
+
+  void take(const i64* all_offsets, const real* model) {
+    offsets = all_offsets, flat = model, can_go_back = false;
+    for (size_t i = 0; i < net.layers.size(); i++) {
+      const Layer& l = net.layers[i];
+      if (l.weight < 0) continue;
+      const Slot& s = net.slots[l.weight];
+      const real* from = flat + offsets[l.weight];
+      real* to = weights + weight_at[i];
+      for (i64 o = 0; o < s.rows; o++)
+        for (i64 k = 0; k < s.columns; k++) to[k * s.rows + o] = from[o * s.columns + k];
+    }
+  }
+
+  void prepare_way_back() {
+    if (can_go_back) return;
+    can_go_back = true;
+    memset(around, 0, around_size * V * sizeof(real));
+    for (size_t i = 0; i < net.layers.size(); i++) {
+      const Layer& l = net.layers[i];
+      if (l.weight < 0) continue;
+      i64 taps = l.kind == CONV ? l.high * l.wide : 1, ins = l.in_channels;
+      const real* from = flat + offsets[l.weight];
+      real* to = turned + weight_at[i];
+      for (i64 o = 0; o < l.out_channels; o++)
+        for (i64 c = 0; c < ins; c++)
+          for (i64 k = 0; k < taps; k++) to[(o * taps + taps - 1 - k) * ins + c] = from[(o * ins + c) * taps + k];
+    }
+  }
+
+  void put(i64 lane, const real* sample) {
+    for (i64 j = 0; j < net.sample; j++) x[j * V + lane] = sample[j];
+  }
+
+  real* output(i64 i) const {  // of layer i; of -1: the samples
+    while (i >= 0 && place[i] < 0) i--;
+    return i < 0 ? x : kept + place[i] * V;
+  }
+  const real* bias(const Layer& l) const { return l.bias < 0 ? nullptr : flat + offsets[l.bias]; }
+
+  const real* forward() {
+    i64 count = net.layers.size();
+    for (i64 i = 0; i < count; i++) {
+      const Layer& l = net.layers[i];
+      const real *in = output(i - 1), *shift = bias(l);
+      real* out = output(i);
+      if (l.kind == CONV) {
+        i64 height = frame_height(l), width = frame_width(l);
+        if (has_border(l)) {
+          real* frame = frames + frame_at[i] * V;
+          lay(in, l.in_channels, l.in_height, l.in_width, frame, l.pad_y, l.pad_x, 1, 1, height, width);
+          in = frame;
+        }
+        Window window{in, l.in_channels, height, width, weights + weight_at[i], l.out_channels, l.high, l.wide,
+                      l.down, l.right, l.pad_y, l.pad_y + l.in_height, l.pad_x, l.pad_x + l.in_width};
+        bool clip = is(i + 1, RELU), pools = clip && is(i + 2, POOL);  // done together, while a row is in the cache
+        const Layer& next = net.layers[pools ? i + 2 : i];
+        real* pooled = output(pools ? i + 2 : i);
+        windows(window, l.out_height, l.out_width, [=](i64 o, i64 y, i64 x, vec v) {
+          if (shift) v += shift[o];
+          if (clip) v = most(v, vec{});
+          store(out + ((o * l.out_height + y) * l.out_width + x) * V, v);
+        }, [=](i64 y) {
+          if (!pools || (y + 1) % next.high || y / next.high >= next.out_height) return;
+          for (i64 c = 0; c < next.in_channels; c++) pool_row(next, c, y / next.high, out, pooled);
+        });
+        i += clip + pools;
+      } else if (l.kind == LINEAR) {
+        dense(l.out_channels, l.in_channels, weights + weight_at[i], l.out_channels, in,
+              [=](i64 o, vec v) { store(out + o * V, shift ? v + shift[o] : v); });
+      } else if (l.kind == RELU) {
+        for (i64 j = 0; j < inside(l); j++) store(out + j * V, most(load(in + j * V), vec{}));
+      } else if (l.kind == POOL) {
+        for (i64 c = 0; c < l.in_channels; c++)
+          for (i64 y = 0; y < l.out_height; y++) pool_row(l, c, y, in, out);
+      }
+    }
+    return output(count - 1);
+  }
+
+  static void pool_row(const Layer& l, i64 c, i64 y, const real* in, real* out) {
+    const real* from = in + (c * l.in_height + y * l.high) * l.in_width * V;
+    real* to = out + (c * l.out_height + y) * l.out_width * V;
+    for (i64 i = 0; i < l.out_width; i++, from += l.wide * V, to += V) {
+      vec best = load(from);
+      for (i64 ky = 0; ky < l.high; ky++)
+        for (i64 kx = 0; kx < l.wide; kx++) best = most(best, load(from + (ky * l.in_width + kx) * V));
+      store(to, best);
+    }
+  }
+
+  // The gradient with respect to the samples, from that of the outputs, which is in `one` (and is written over).
+  const real* backward() {
+    prepare_way_back();
+    real *now = one, *below = other;
+    bool is_laid = false;  // the gradient lies in `around` already
+    for (i64 i = (i64)net.layers.size() - 1; i >= 0; i--) {
+      const Layer& l = net.layers[i];
+      const real *in = output(i - 1), *out = output(i);
+      real* to = below;
+      if (l.kind == CONV) {
+        i64 height = around_height(l), width = around_width(l);
+        real* laid = around + around_at[i] * V;
+        i64 top = l.high - 1 - l.pad_y, left = l.wide - 1 - l.pad_x;
+        if (!is_laid)
+          lay(now, l.out_channels, l.out_height, l.out_width, laid, top, left, l.down, l.right, height, width);
+        is_laid = false;
+        Window window{laid, l.out_channels, height, width, turned + weight_at[i], l.in_channels, l.high, l.wide, 1, 1,
+                      top, top + (l.out_height - 1) * l.down + 1, left, left + (l.out_width - 1) * l.right + 1};
+        windows(window, l.in_height, l.in_width, [=](i64 o, i64 y, i64 x, vec v) {
+          store(to + ((o * l.in_height + y) * l.in_width + x) * V, v);
+        }, [](i64) {});
+        std::swap(now, below);
+      } else if (l.kind == LINEAR) {
+        dense(l.in_channels, l.out_channels, turned + weight_at[i], l.in_channels, now,
+              [=](i64 o, vec v) { store(to + o * V, v); });
+        std::swap(now, below);
+      } else if (l.kind == RELU) {
+        for (i64 j = 0; j < inside(l); j++) {
+          vec d = load(now + j * V);
+          store(now + j * V, load(out + j * V) <= vec{} ? vec{} : d);
+        }
+      } else if (l.kind == POOL) {
+        const Layer& conv = net.layers[i < 2 ? 0 : i - 2];
+        // Through pooling and ReLU at once, straight to where the convolution needs the gradient.
+        if (is(i - 1, RELU) && is(i - 2, CONV) && conv.down == 1 && conv.right == 1 && conv.pad_y < conv.high &&
+            conv.pad_x < conv.wide) {
+          real* laid = around + around_at[i - 2] * V;
+          laid += ((conv.high - 1 - conv.pad_y) * around_width(conv) + conv.wide - 1 - conv.pad_x) * V;
+          pool_back<true>(l, in, out, now, laid, around_height(conv), around_width(conv));
+          is_laid = true;
+          i--;
+        } else {
+          memset(below, 0, inside(l) * V * sizeof(real));
+          pool_back<false>(l, in, out, now, below, l.in_height, l.in_width);
+          std::swap(now, below);
+        }
+      }
+    }
+    return now;
+  }
+
+  // Of equal values the first one gets the gradient. `to`: a picture of rows of `width`; Clip: back through a ReLU too.
+  template <bool Clip>
+  static void pool_back(const Layer& l, const real* in, const real* out, const real* delta, real* to, i64 height,
+                        i64 width) {
+    for (i64 c = 0; c < l.in_channels; c++)
+      for (i64 y = 0; y < l.out_height; y++) {
+        const real* from = in + (c * l.in_height + y * l.high) * l.in_width * V;
+        real* row = to + (c * height + y * l.high) * width * V;
+        i64 at = (c * l.out_height + y) * l.out_width * V;
+        for (i64 i = 0; i < l.out_width; i++, at += V, from += l.wide * V, row += l.wide * V) {
+          vec best = load(out + at), d = load(delta + at);
+          places free = Clip ? (places)(best > vec{}) : ~places{};
+          for (i64 ky = 0; ky < l.high; ky++)
+            for (i64 kx = 0; kx < l.wide; kx++) {
+              places mine = free & (load(from + (ky * l.in_width + kx) * V) == best);
+              store(row + (ky * width + kx) * V, only(d, mine));
+              free &= ~mine;
+            }
+        }
+      }
+  }
+
+  // A picture in a larger one: its pixel (y, x) at (top + y * down, left + x * right), if that is inside.
+  static void lay(const real* in, i64 channels, i64 rows, i64 columns, real* to, i64 top, i64 left, i64 down, i64 right,
+                  i64 height, i64 width) {
+    for (i64 c = 0; c < channels; c++)
+      for (i64 y = 0; y < rows; y++) {
+        i64 row = top + y * down;
+        if (row < 0 || row >= height) continue;
+        for (i64 i = 0; i < columns; i++) {
+          i64 column = left + i * right;
+          if (column < 0 || column >= width) continue;
+          store(to + ((c * height + row) * width + column) * V, load(in + ((c * rows + y) * columns + i) * V));
+        }
+      }
+  }
+};
+
+// Softmax of the outputs in one lane.
+static inline void softmax(const real* outputs, i64 lane, i64 classes, real* to) {
+  real top = outputs[lane], total = 0;
+  for (i64 j = 1; j < classes; j++) top = std::max(top, outputs[j * V + lane]);
+  for (i64 j = 0; j < classes; j++) total += to[j] = std::exp(outputs[j * V + lane] - top);
+  for (i64 j = 0; j < classes; j++) to[j] /= total;
+}
+
 // ---- the order of samples: as `coterie.randomness` has it, bit by bit ----
 
 typedef uint64_t u64;
@@ -927,6 +1258,122 @@ int outputs(const i64* table, i64 layers, i64 models, i64 threads, const i64* of
         client.forward(client.weights, count);
         for (i64 b = 0; b < count; b++)
           memcpy(result + (i * samples + at + b) * net.outputs, client.inputs.back()[b], net.outputs * sizeof(real));
+      }
+    });
+  } catch (...) {
+    return 1;
+  }
+}
+// Moves samples x [models, samples, D] by Adam until their model classifies them as `labels` [samples]. The loss of a
+// sample is its cross-entropy + pull * ||x - mean||. A step is m / (sqrt(v) * slope[t] + floor[t]), for `steps` steps.
+// What becomes of a sample depends on no other sample.
+int search(const i64* table, i64 layers, i64 models, i64 threads, const i64* offsets, const real* flat, i64 flat_step,
+           i64 samples, real* x, const i64* labels, const real* mean, double pull, const real* slope,
+           const real* floor, i64 steps) {
+  try {
+    Net net(table, layers);
+    const i64 share = 4 * V, size = net.sample, classes = net.outputs;  // share: samples of one piece of work
+    i64 pieces = (samples + share - 1) / share;
+    return over_clients(models * pieces, threads, [&](i64 number, Memory& memory) {
+      i64 i = number / pieces, first = number % pieces * share, last = std::min(first + share, samples);
+      Lanes lanes(net, memory);
+      lanes.take(offsets, flat + i * flat_step);
+      real *m = memory.take(8, size * V), *v = memory.take(9, size * V);
+      std::vector<real> shares(classes);
+      for (i64 begin = first; begin < last; begin += V) {
+        i64 count = std::min<i64>(V, last - begin);
+        real* own = x + (i * samples + begin) * size;
+        memset(m, 0, size * V * sizeof(real));
+        memset(v, 0, size * V * sizeof(real));
+        for (i64 lane = 0; lane < count; lane++) lanes.put(lane, own + lane * size);
+        for (i64 at = 0; at < steps; at++) {
+          const real* y = lanes.forward();
+          for (i64 lane = 0; lane < V; lane++) {
+            i64 label = labels[begin + std::min(lane, count - 1)];
+            softmax(y, lane, classes, shares.data());
+            for (i64 j = 0; j < classes; j++) lanes.one[j * V + lane] = shares[j] - (j == label);
+          }
+          const real* gradient = lanes.backward();
+          vec length = {}, near = {};
+          for (i64 j = 0; j < size; j++) {
+            vec apart = load(lanes.x + j * V) - mean[j];
+            length += apart * apart;
+          }
+          length = root(length);
+          for (int lane = 0; lane < V; lane++) near[lane] = length[lane] > 0 ? (real)pull / length[lane] : 0;
+          for (i64 j = 0; j < size; j++) {
+            vec now = load(lanes.x + j * V), speed = load(m + j * V), power = load(v + j * V);
+            vec g = load(gradient + j * V) + near * (now - mean[j]);
+            speed += (real)0.1 * (g - speed);
+            power = (real)0.999 * power + (real)0.001 * g * g;
+            store(m + j * V, speed);
+            store(v + j * V, power);
+            store(lanes.x + j * V, now - speed / (root(power) * slope[at] + floor[at]));
+          }
+        }
+        for (i64 lane = 0; lane < count; lane++)
+          for (i64 j = 0; j < size; j++) own[lane * size + j] = lanes.x[j * V + lane];
+      }
+    });
+  } catch (...) {
+    return 1;
+  }
+}
+
+// The L1 distances of the softmax outputs of `models` to those in `expected` [K, L, M, classes], on samples
+// x [K, L, M, D]; means over the M samples go to result [models, K, L].
+// With `shares` [models, L] only the center with the least share-weighted sum is wanted: classes without a share are
+// left out (0), and a center is left as soon as it is farther than the nearest so far; what it has is then a lower
+// bound. start [models]: the center to begin with.
+int distances(const i64* table, i64 layers, i64 models, i64 threads, const i64* offsets, const real* flat,
+              i64 flat_step, const real* x, const real* expected, i64 centers, i64 groups, i64 samples,
+              const real* shares, const i64* start, real* result) {
+  try {
+    Net net(table, layers);
+    i64 classes = net.outputs;
+    return over_clients(models, threads, [&](i64 i, Memory& memory) {
+      Lanes lanes(net, memory);
+      lanes.take(offsets, flat + i * flat_step);
+      const real* share = shares ? shares + i * groups : nullptr;
+      std::vector<i64> mine;  // classes in hand
+      for (i64 k = 0; k < groups; k++)
+        if (!share || share[k] > 0) mine.push_back(k);
+      std::vector<real> own(classes);
+      double best = INFINITY;
+      for (i64 turn = 0; turn < centers; turn++) {
+        i64 first = start ? start[i] : 0, j = turn == 0 ? first : turn <= first ? turn - 1 : turn;
+        std::vector<double> sums(groups, 0.0);
+        std::vector<i64> done(groups, 0), order = mine;
+        double total = 0;
+        // With a margin: rounding must not decide.
+        while (!order.empty() && !(total > best * 1.00001)) {
+          i64 chosen[V], count = 0;
+          // Two of each class to begin with, then the classes on which the two differ most: a center that is farther
+          // shows it soon. In a class samples are taken in their order, so that its sum does not depend on any of this.
+          i64 most = share && done[order[0]] == 0 ? 2 : samples;
+          for (size_t n = 0; n < order.size() && count < V; n++)
+            for (i64 u = 0, k = order[n]; u < most && count < V && done[k] < samples; u++)
+              chosen[count++] = (j * groups + k) * samples + done[k]++;
+          for (i64 lane = 0; lane < count; lane++) lanes.put(lane, x + chosen[lane] * net.sample);
+          const real* y = lanes.forward();
+          for (i64 lane = 0; lane < count; lane++) {
+            const real* other = expected + chosen[lane] * classes;
+            softmax(y, lane, classes, own.data());
+            real apart = 0;
+            for (i64 c = 0; c < classes; c++) apart += std::abs(own[c] - other[c]);
+            i64 k = chosen[lane] / samples % groups;
+            sums[k] += apart;
+            if (share) total += (double)share[k] * apart;
+          }
+          order.erase(std::remove_if(order.begin(), order.end(), [&](i64 k) { return done[k] == samples; }), order.end());
+          if (share)
+            std::stable_sort(order.begin(), order.end(), [&](i64 k, i64 l) {  // classes not seen yet come first
+              if (!done[k] || !done[l]) return !done[k] && done[l];
+              return share[k] * sums[k] / done[k] > share[l] * sums[l] / done[l];
+            });
+        }
+        if (share && total < best) best = total;
+        for (i64 k = 0; k < groups; k++) result[(i * centers + j) * groups + k] = (real)(sums[k] / samples);
       }
     });
   } catch (...) {

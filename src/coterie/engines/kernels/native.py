@@ -160,6 +160,36 @@ class NativeKernel:
         self._call("outputs", models, self._threads, *weights, x, stride, samples, result)
         return result
 
+    def search(
+        self, flat: Tensor, x: Tensor, y: Tensor, mean: Tensor, pull: float, rates: tuple[Tensor, Tensor]
+    ) -> None:
+        """Move samples x [c, n, ...] in place by Adam until model i classifies sample j as y [n].
+
+        The loss of a sample is its cross-entropy + `pull` * ||x - mean||. With `rates`, slope and floor [T] of each of
+        T steps, a step is m / (sqrt(v) * slope[t] + floor[t]).
+        """
+        assert x.is_contiguous()
+        assert x.dtype == self._dtype
+        flat, y, mean = flat.contiguous(), y.contiguous(), mean.to(self._dtype).contiguous()
+        slope, floor = (rate.to(self._dtype).contiguous() for rate in rates)
+        weights, samples = (self._offsets, flat, flat.shape[1]), (x.shape[1], x, y, mean)
+        self._call("search", len(x), self._threads, *weights, *samples, float(pull), slope, floor, len(slope))
+
+    def distances(
+        self, flat: Tensor, x: Tensor, expected: Tensor, shares: Tensor | None = None, first: Tensor | None = None
+    ) -> Tensor:
+        """Mean L1 distance of the softmax outputs of models [c, P] on x [K, L, M, ...] to `expected`: [c, K, L].
+
+        With `shares` [c, L] only the nearest center is found, `first` [c] being tried first: see `class_distances`.
+        """
+        flat, x, expected = (tensor.to(self._dtype).contiguous() for tensor in (flat, x, expected))
+        shares = None if shares is None else shares.to(self._dtype).contiguous()
+        first = None if first is None else first.to(torch.int64).contiguous()
+        result = torch.empty(len(flat), *x.shape[:2], dtype=self._dtype)
+        weights = (self._offsets, flat, flat.shape[1])
+        self._call("distances", len(flat), self._threads, *weights, x, expected, *x.shape[:3], shares, first, result)
+        return result
+
     def train(self, job: Job) -> bool:
         """Train a stack from start to end; False if the program does not support this work."""
         work, batches = job.work, job.batches[0]

@@ -38,23 +38,34 @@ def search(
     lr: float = 0.1,
     prior_weight: float = 0.1,
     prior_mean: float | Tensor = 0.0,
+    start: Tensor | None = None,
     at_once: int | None = None,
 ) -> Tensor:
     """Back-searching (MD-ICFL-1): Adam moves Gaussian noise until center j classifies it as class k.
 
     Every sample minimises its own loss, Eq. 6 with lambda = `prior_weight` and mu = `prior_mean`. So the samples can
-    be computed in pieces of `at_once` (over all centers) with the same result.
+    be computed in pieces of `at_once` (over all centers) with the same result. `start` [K, L, M, ...] replaces the
+    noise, such as the samples of centers that have moved a little since.
     Returns M = `samples` inputs per center and class: [K, L, M, *input_shape].
     """
     _check(forward, num_classes)
     shape, num_centers = tuple(input_shape), len(centers)
     pairs = num_classes * samples
     y = torch.arange(num_classes, device=centers.device).repeat_interleave(samples)  # [L * M]
-    noise = normal(_key(rng.at("search"), centers), pairs * math.prod(shape)).reshape(pairs, *shape)
+    if start is None:
+        noise = normal(_key(rng.at("search"), centers), pairs * math.prod(shape)).reshape(pairs, *shape)
+        start = noise.to(centers.dtype).expand(num_centers, *noise.shape)
+    begin = start.reshape(num_centers, pairs, *shape).to(centers)  # [K, L * M, ...]
+    if forward.compiled is not None:
+        x = begin.clone(memory_format=torch.contiguous_format)
+        mean = torch.as_tensor(prior_mean, dtype=x.dtype).expand(shape)
+        forward.compiled.search(centers, x, y, mean, 0.5 * prior_weight, _rates(lr, iterations, like=x))
+        return x.reshape(num_centers, num_classes, samples, *shape)
     at_once = forward.samples_at_once(centers, shape) if at_once is None else at_once
+    size = max(1, at_once // num_centers)
     found = []
-    for start, targets in _pieces(max(1, at_once // num_centers), noise, y):
-        x = start.to(centers.dtype).repeat(num_centers, *[1] * start.dim()).requires_grad_()  # [K, n, ...]
+    for some, targets in zip(begin.split(size, dim=1), y.split(size), strict=True):
+        x = some.clone(memory_format=torch.contiguous_format).requires_grad_()  # [K, n, ...]
         adam = _Adam(x, lr, iterations)
 
         def step(x: Tensor = x, targets: Tensor = targets, adam: _Adam = adam) -> None:
@@ -126,15 +137,32 @@ def probabilities(forward: Forward, centers: Tensor, x: Tensor, *, at_once: int 
 
 
 @torch.no_grad()
-def class_distances(outputs: Outputs, models: Tensor, predictions: Tensor, x: Tensor, *, at_once: int = 2048) -> Tensor:
+def class_distances(
+    outputs: Outputs,
+    models: Tensor,
+    predictions: Tensor,
+    x: Tensor,
+    *,
+    counts: Tensor | None = None,
+    likely: Tensor | None = None,
+    at_once: int = 2048,
+) -> Tensor:
     """The distance of models [c, P] to center j on its samples of class k: [c, K, L], each in [0, 2].
 
     The mean over the M samples of the L1 distance of the two softmax outputs, Eq. 5. All models are evaluated on all
     samples, at most `at_once` (model, sample) pairs together.
+
+    With label counts [c, L] the compiled program may skip what cannot change the nearest center, that with the least
+    count-weighted sum: classes that a client does not have, and further samples of a center that is already farther
+    than another. Its distances are then lower bounds, except for the nearest center. `likely` [c] are the centers to
+    begin with (any label; negative: not known).
     """
     num_centers, num_classes, samples = x.shape[:3]
     if not len(models):
         return x.new_zeros(0, num_centers, num_classes)
+    if isinstance(outputs, Forward) and outputs.compiled is not None:
+        first = None if likely is None else likely.clamp(0, num_centers - 1)
+        return outputs.compiled.distances(models, x, predictions, counts, first)
     inputs = x.flatten(0, 2)  # [K * L * M, ...]
     expected = predictions.flatten(0, 2)  # [K * L * M, L]
     # Few models on all samples rather than all models on few: weights are then read once.
@@ -193,25 +221,33 @@ class _Generators:
         return torch.baddbmm(bias, found, second)
 
 
+_BETAS = (0.9, 0.999)  # of Adam; the compiled program has them too
+
+
+def _rates(lr: float, steps: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and floor of each Adam step [T]: the step is m / (sqrt(v) * slope + floor).
+
+    This is lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
+    """
+    count = torch.arange(1, steps + 1, dtype=torch.float64)
+    rate = lr / (1 - _BETAS[0] ** count)
+    return (1 / rate / (1 - _BETAS[1] ** count).sqrt()).to(like), (1e-8 / rate).to(like)
+
+
 class _Adam:
     """Adam (Kingma and Ba 2015) on one tensor, in place; its count is a tensor, so that a step can be recorded."""
 
-    def __init__(self, values: Tensor, lr: float, steps: int, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+    def __init__(self, values: Tensor, lr: float, steps: int) -> None:
         self._values = values.detach()
         self._mean, self._square = torch.zeros_like(self._values), torch.zeros_like(self._values)
-        self._betas = betas
         self.done = torch.zeros(1, dtype=torch.int64, device=values.device)
-        # A step is lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) = m / (sqrt(v) * slope + floor).
-        count = torch.arange(1, steps + 1, dtype=torch.float64)
-        rate = lr / (1 - betas[0] ** count)
-        self._slope = (1 / rate / (1 - betas[1] ** count).sqrt()).to(values)
-        self._floor = (1e-8 / rate).to(values)
+        self._slope, self._floor = _rates(lr, steps, like=values)
 
     def update(self, *gradients: Tensor) -> None:
         """One step along the gradients, which together have as many entries as the values."""
         gradient = gradients[0] if len(gradients) == 1 else torch.cat([g.flatten() for g in gradients])
-        self._mean.lerp_(gradient, 1 - self._betas[0])
-        self._square.mul_(self._betas[1]).addcmul_(gradient, gradient, value=1 - self._betas[1])
+        self._mean.lerp_(gradient, 1 - _BETAS[0])
+        self._square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
         slope, floor = self._slope.index_select(0, self.done), self._floor.index_select(0, self.done)
         self._values.addcdiv_(self._mean, self._square.sqrt().mul_(slope).add_(floor), value=-1)
         self.done.add_(1)
