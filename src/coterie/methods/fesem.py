@@ -7,7 +7,8 @@ from one common model (section 6.1.4): the initial weights with `init="paper"`, 
 rounds with `"warm"`. `"random"` starts from random centers, as in the FedSEM baseline of the FedDSMIC paper.
 
 Deviations, with reasons: with partial participation, a center is the mean over the cohort's members (the paper has full
-participation). Cosine distance is between updates from the common model, since all models of a run point in nearly the
+participation). With the guard, a client moves only to a clearly nearer center: where centers are closer together than
+updates are long, the nearest one is a matter of chance. Cosine distance is between updates from the common model, since all models of a run point in nearly the
 same direction. Known limits: a client starts from its own center, so L2 tends to confirm its label; and under label
 skew L2 clusters by labels rather than by kind.
 """
@@ -26,7 +27,7 @@ from coterie.client.task import Task
 from coterie.client.work import SGD, Proximal
 from coterie.engines.base import Engine
 from coterie.methods.base import register
-from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate, watched
+from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate, clearly_nearest, watched
 from coterie.methods.parts.clustering import cosine_distances, squared_distances
 from coterie.methods.parts.guard import guarded
 from coterie.methods.parts.start import first_models_start, placed, random_start, warm_start
@@ -82,7 +83,9 @@ class FeSEM(CenterMethod[CenterState]):
         state = self._with_mean_samples(placed(self, state, engine, cohort, rng), engine, cohort, rng)
         update = RoundUpdate(self, state, engine)
         for chunk in self.train(state, engine, cohort, rng.at("train")):
-            update.add(chunk, self.distances(chunk.answer.params, state, engine).argmin(1).cpu())
+            distances = self.distances(chunk.answer.params, state, engine)  # [c, K]
+            own = state.labels[chunk.clients]
+            update.add(chunk, (clearly_nearest(distances, own) if self.guard else distances.argmin(1)).cpu())
         return self._with_stable_rounds(state, guarded(self, state, update, engine, rng))
 
     def distances(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:

@@ -37,7 +37,7 @@ from coterie.engines.base import Chunk, Engine
 from coterie.errors import ConfigError
 from coterie.methods.base import Personal, register
 from coterie.methods.parts.averaging import add_answers
-from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate, watched
+from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate, clearly_nearest, watched
 from coterie.methods.parts.clustering import CenterSums
 from coterie.methods.parts.guard import guarded
 from coterie.methods.parts.pseudo import class_distances, generate, probabilities, search
@@ -47,7 +47,6 @@ from coterie.settings import setting
 
 _SHOWN_SAMPLES = 16  # pseudo samples per center and class that the confusion map averages
 _SHOWN_PICTURES = 3  # of them kept as pictures
-_CLEARLY = 0.7  # a center is clearly nearer if its distance is less than this share of that to the present one
 
 
 @client_step("coterie.algorithms.md_icfl:train_only")
@@ -76,11 +75,7 @@ def nearest_center(distances: Tensor, counts: Tensor, own: Tensor | None) -> Ten
     """
     weights = class_weights(counts, "plain" if own is None else "balanced").to(distances)
     found = (distances * weights.unsqueeze(1)).sum(2) / weights.sum(1, keepdim=True).clamp_min(1)  # [c, K]
-    least = found.min(1)
-    if own is None:
-        return least.indices
-    at_own = found.gather(1, own.clamp_min(0).unsqueeze(1))[:, 0]
-    return torch.where((own >= 0) & (least.values >= _CLEARLY * at_own), own, least.indices)
+    return found.argmin(1) if own is None else clearly_nearest(found, own)
 
 
 def class_weights(counts: Tensor, rule: str) -> Tensor:
