@@ -113,7 +113,10 @@ def _write(folder: Path, result: Result, newcomers: Newcomers) -> dict[str, Any]
 
 def _table(report: dict[str, Any], path: Path) -> Table:
     accuracy, clients = PERCENT.text((report["accuracy"] or {}).get("macro")), report["clients"]
-    score = f"accuracy {accuracy}, ARI {NUMBER.text(report['ari'])}"
+    kind = (
+        "" if report["right_kind"] is None else f", in a cluster of their kind {PERCENT.text(report['right_kind'])} %"
+    )
+    score = f"accuracy {accuracy}, ARI with members {NUMBER.text(report['ari'])}{kind}"
     title = f"{len(clients)} new clients in {path} ({report['algorithm']}): {score}"
     rows = []
     for row in clients[:_SHOWN]:
@@ -121,9 +124,7 @@ def _table(report: dict[str, Any], path: Path) -> Table:
         rows.append([row["name"], *cells, PERCENT.text(row["accuracy"])])
     if len(clients) > _SHOWN:
         rows.append([f"... and {len(clients) - _SHOWN} more in clients.json"])
-    return table_of(
-        title + f"ARI {NUMBER.text(report['ari'])}", ("client", "cluster", "true group", "accuracy"), rows, ["client"]
-    )
+    return table_of(title, ("client", "cluster", "true group", "accuracy"), rows, ["client"])
 
 
 def export(

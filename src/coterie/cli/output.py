@@ -198,9 +198,14 @@ def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for line, parts in lines.items():
         yield line, "  ".join(parts)
     yield "clusters", f"{summary['clusters']}: {short_sizes(summary['cluster_sizes'])}"
+    if (changes := sum(summary.get("label_changes") or ())) or summary.get("start_ari") is not None:
+        start = f"ARI {NUMBER.text(summary['start_ari'])}; " if summary.get("start_ari") is not None else ""
+        yield "after the start", f"{start}{summary['moved_since_start']} clients moved since, {changes} label changes"
     if unseen := summary.get("unseen"):
         macro, ari = (unseen["accuracy"] or {}).get("macro"), NUMBER.text(unseen["ari"])
-        yield "unseen", f"{unseen['clients']} clients: accuracy {PERCENT.text(macro)}  ARI {ari}"
+        kind = unseen.get("right_kind")
+        right = "" if kind is None else f"  in a cluster of their kind {PERCENT.text(kind)} %"
+        yield "unseen", f"{unseen['clients']} clients: accuracy {PERCENT.text(macro)}  ARI with members {ari}{right}"
     if summary["clients_met"] < summary["clients"]:
         yield "clients seen", f"{summary['clients_met']} of {summary['clients']}"
     traffic, start = summary["bytes"], summary["bytes"]["start"]

@@ -2,15 +2,23 @@
 Jiang 2022, "Multi-center federated learning: clients clustering for better personalization", World Wide Web).
 
 A round: each client trains from its center (Eq. 7), is assigned to the center nearest to its model (Eq. 8), and every
-center becomes the mean of its members (Eq. 9). The first clustering is k-means with 20 restarts on models trained once
-from one common model (section 6.1.4): the initial weights with `init="paper"`, the mean model after a few common
-rounds with `"warm"`. `"random"` starts from random centers, as in the FedSEM baseline of the FedDSMIC paper.
+center becomes the mean of its members (Eq. 9). The paper's first clustering is k-means with 20 restarts on models
+trained once from the initial weights (section 6.1.4): `init="paper"`. `"warm"` clusters signatures at a common model
+(see `parts/start.py`). `"random"` starts from random centers, as in the FedSEM baseline of the FedDSMIC paper.
 
-Deviations, with reasons: with partial participation, a center is the mean over the cohort's members (the paper has full
-participation). With the guard, a client moves only to a clearly nearer center: where centers are closer together than
-updates are long, the nearest one is a matter of chance. Cosine distance is between updates from the common model, since all models of a run point in nearly the
-same direction. Known limits: a client starts from its own center, so L2 tends to confirm its label; and under label
-skew L2 clusters by labels rather than by kind.
+Deviations, with reasons:
+- `prox` is 0 by default, which switches off the distance term of Eq. 5 and 7: clients then train as in FedAvg. Set it
+  to 2 lambda to train as in the paper.
+- A center is the sample-weighted mean (`weighting="equal"` is Eq. 9): with equal weights, clients with few samples,
+  whose models hardly move, hold their center back. With partial participation it is the mean over the cohort's members;
+  the paper has full participation.
+- With the guard, a client moves only to a clearly nearer center: where centers are closer together than updates are
+  long, the nearest one is a matter of chance.
+- Cosine distance is between updates from the common model, since all models of a run point in nearly the same
+  direction.
+
+A client starts from its own center, so L2 tends to confirm its label: after a good start, hardly any client moves by
+this rule. The start and the guard find the kinds.
 """
 
 from __future__ import annotations
@@ -66,7 +74,9 @@ class FeSEM(CenterMethod[CenterState]):
     )
     distance: Literal["l2", "cosine"] = setting("l2", "distance of a model to a center")
     layers: Literal["all", "head"] = setting("all", "parameters that the distance compares")
-    prox: float = setting(0.0, "weight of the proximal term: 2 lambda in the paper; 0 is none", ge=0)
+    prox: float = setting(
+        0.0, "weight of the distance term of Eq. 5 and 7, 2 lambda in the paper; 0 switches it off", ge=0
+    )
     prox_scale: Literal["equal", "paper"] = setting(
         "equal", "the same weight for all clients, or divided by the share of samples as in Eq. 7"
     )

@@ -23,7 +23,7 @@ from coterie.methods.base import Algorithm, Personal
 from coterie.randomness import Rng
 from coterie.runs.exhibits import Arrays, Sketches, listening, member_pictures
 from coterie.runs.folder import Checkpoint, RunFolder
-from coterie.runs.metrics import cluster_sizes, measured, of_clusters, of_scores, quantiles, summarized
+from coterie.runs.metrics import METRICS, cluster_sizes, measured, of_clusters, of_scores, quantiles, summarized
 from coterie.runs.observers import Listener, Row, Several
 from coterie.runs.settings import Schedule
 from coterie.settings import check
@@ -196,13 +196,13 @@ class Trainer:
 
     def _known_clusters(self, labels: NDArray[np.int64]) -> dict[str, Any]:
         """Inputs of metrics about clusters; attackers count as not seen."""
-        return of_clusters(np.where(self.attack.attackers.numpy(), -1, labels), self._groups())
+        return of_clusters(np.where(self.attack.attackers.numpy(), -1, labels), self.groups())
 
     def rng_of_evaluation(self, number: int) -> Rng:
         """The randomness with which personal models are adapted in that round."""
         return self._rng.at("evaluate", number)
 
-    def _groups(self) -> NDArray[np.int64] | None:
+    def groups(self) -> NDArray[np.int64] | None:
         """The true groups in the current round; None if those of clients that joined are unknown."""
         groups = self.federation.at(self.engine.round).groups
         return None if groups is None or len(groups) != self.engine.num_clients else groups.numpy()
@@ -219,6 +219,7 @@ class Trainer:
             "clients_met": int((labels >= 0).sum()),
             "clusters": self.state.num_clusters,
             **summarized(rows, self._known_clusters(labels)),
+            **self._movement(),
             "cluster_sizes": cluster_sizes(labels, self.state.num_clusters),
             "repairs": list(self.state.repairs),
             "failures": len(self.engine.failures),
@@ -229,6 +230,20 @@ class Trainer:
             "notes": list(self.engine.notes),
             "seed": self.schedule.seed,
             "stopped_early": self.progress.round < self.schedule.rounds,
+        }
+
+    def _movement(self) -> dict[str, Any]:
+        """What the start found and what the rounds changed: ARI after the start, and clients that moved since."""
+        history = self.label_history()
+        placed, last = history[0] >= 0, history[-1]
+        seen = history[:-1] >= 0
+        groups = self.federation.at(0).groups
+        known = None if groups is None or len(groups) != len(last) else groups.numpy()
+        first = of_clusters(np.where(self.attack.attackers.numpy(), -1, history[0]), known)
+        return {
+            "start_ari": METRICS["ari"].value(first),
+            "moved_since_start": int((last[placed] != history[0][placed]).sum()),
+            "label_changes": [int(count) for count in ((history[1:] != history[:-1]) & seen).sum(1)],
         }
 
     def _attack_summary(self) -> dict[str, Any] | None:
@@ -298,7 +313,7 @@ class Trainer:
             "train_samples": self.federation.train.sizes.numpy(),
             "round": np.array(self.progress.score_rounds, dtype=np.int64),
         }
-        groups = self._groups()
+        groups = self.groups()
         if groups is not None:
             arrays["group"] = groups
         return arrays | self._score_history()

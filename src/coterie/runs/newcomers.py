@@ -69,19 +69,43 @@ class Newcomers:
     personal: Personal  # the model that each is served with
     scores: dict[str, NDArray[Any]]  # on their own test samples, [n] each
     rng: Rng  # of their adaptation
+    members: Tensor  # int64 [N]: the clusters of the run's clients
+    member_groups: Tensor | None = None  # int64 [N]: their true groups now
 
     @property
     def ari(self) -> float | None:
-        """Agreement of their clusters with their true groups; None if those are unknown."""
-        groups = self.federation.groups
-        return METRICS["ari"].value(of_clusters(self.labels.numpy(), None if groups is None else groups.numpy()))
+        """Agreement of clusters and true groups over newcomers and members; None if groups are unknown.
+
+        Among newcomers alone it would not notice that all of them are in the clusters of other kinds.
+        """
+        if self.federation.groups is None or self.member_groups is None:
+            return None
+        labels = torch.cat([self.members, self.labels])
+        groups = torch.cat([self.member_groups, self.federation.groups])
+        return METRICS["ari"].value(of_clusters(labels.numpy(), groups.numpy()))
+
+    @property
+    def right_kind(self) -> float | None:
+        """The share of newcomers in a cluster whose members are mostly of their kind; None if groups are unknown."""
+        if self.federation.groups is None or self.member_groups is None:
+            return None
+        right = 0
+        for label, group in zip(self.labels.tolist(), self.federation.groups.tolist(), strict=True):
+            there = self.member_groups[self.members == label]
+            right += bool(len(there)) and label >= 0 and int(there.bincount().argmax()) == group
+        return right / max(1, len(self.labels))
 
     def summary(self) -> dict[str, Any]:
         """Their number, accuracy and agreement, for the summary of the run."""
         known = of_scores(self.scores)
         means = {part: METRICS[key].value(known) for part, key in (("micro", "accuracy_micro"), ("macro", "accuracy"))}
         accuracy = None if known["accuracy"] is None else means
-        return {"clients": len(self.federation), "accuracy": accuracy, "ari": self.ari}
+        return {
+            "clients": len(self.federation),
+            "accuracy": accuracy,
+            "ari": self.ari,
+            "right_kind": self.right_kind,
+        }
 
     def rows(self) -> list[dict[str, Any]]:
         """Name, cluster, true group and accuracy of each; None if unknown."""
@@ -117,9 +141,18 @@ def personal_models(engine: Engine, personal: Personal, clients: Tensor, rng: Rn
 
 
 def onboard(
-    algorithm: Algorithm[S], state: S, engine: Engine, federation: Federation, round: int, rng: Rng
+    algorithm: Algorithm[S],
+    state: S,
+    engine: Engine,
+    federation: Federation,
+    round: int,
+    rng: Rng,
+    groups: Tensor | None = None,
 ) -> Newcomers:
-    """Assign and evaluate clients that are new to the run of `engine`, whose state after `round` is `state`."""
+    """Assign and evaluate clients that are new to the run of `engine`, whose state after `round` is `state`.
+
+    `groups` [N] are the true groups of the run's clients, if known.
+    """
     present = replace(federation.at(round), moves=())
     fresh = _engine_like(engine, present)
     # As at the start of the run: the work of the first round, from the common model.
@@ -129,7 +162,7 @@ def onboard(
     personal = algorithm.personal(replace(state, labels=labels), fresh.everyone())
     point = rng.at("evaluate")
     scores = evaluate_clients(fresh, personal, fresh.everyone(), point)
-    return Newcomers(present, fresh, labels, personal, scores, point)
+    return Newcomers(present, fresh, labels, personal, scores, point, state.labels, groups)
 
 
 def _engine_like(engine: Engine, federation: Federation) -> Engine:

@@ -101,7 +101,9 @@ class Result:
         trainer = self._trainer
         rng = Rng.seed(trainer.schedule.seed).at("assign")
         known = like_the_run(new_clients, trainer.federation)
-        return onboard(trainer.algorithm, trainer.state, trainer.engine, known, trainer.progress.round, rng)
+        round, groups = trainer.progress.round, trainer.groups()
+        there = None if groups is None else torch.from_numpy(groups)
+        return onboard(trainer.algorithm, trainer.state, trainer.engine, known, round, rng, there)
 
     def assign(self, new_clients: Federation) -> Tensor:
         """The cluster of each client of another federation by the method's rule; int64 [n]."""

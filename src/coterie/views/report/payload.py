@@ -80,6 +80,7 @@ def run_payload(run: RunData, *, tsne: bool = True) -> Payload:
         "pseudo": _pseudo(run),
         "failures": _failures(run),
         "unseen": _unseen((run.summary or {}).get("unseen")),
+        "movement": _movement(run.summary or {}) if clustered else None,
         "choice": choice,
         "settings": [[table, key, str(value)] for table, values in run.config.items() for key, value in values.items()],
         "command": repeat_command(run),
@@ -88,6 +89,16 @@ def run_payload(run: RunData, *, tsne: bool = True) -> Payload:
         ],
         "notes": [str(note) for note in notes] if isinstance(notes, list) else [],
     }
+
+
+def _movement(summary: Mapping[str, Any]) -> Payload | None:
+    """What the start found and what the rounds changed; None for runs that did not record it."""
+    changes = summary.get("label_changes")
+    if not isinstance(changes, list) or not all(isinstance(count, int) for count in changes):
+        return None
+    found = {"start": summary.get("start_ari"), "end": summary.get("ari"), "moved": summary.get("moved_since_start")}
+    numbers = {key: _rounded(float(v), 4) if isinstance(v, (int, float)) else None for key, v in found.items()}
+    return numbers | {"changes": [[number, count] for number, count in enumerate(changes, 1) if count]}
 
 
 def tsne_payload(run: RunData) -> list[list[float | None]] | None:

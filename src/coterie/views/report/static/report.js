@@ -359,6 +359,13 @@ const Report = (() => {
   // ---- repairs, failures, settings ----
 
   function trouble(home, run) {
+    if (run.movement) panel(home, "movement", "Start and end", "What the start found, and what the rounds changed.", (host) => {
+      const m = run.movement, ari = (value) => (known(value) ? value.toFixed(2) : "–");
+      const lines = [`ARI after the start ${ari(m.start)}, at the end ${ari(m.end)}.`, `${m.moved} clients are in another cluster than after the start.`];
+      lines.push(m.changes.length ? "Clients that changed their cluster, by round:" : "No client changed its cluster in any round.");
+      const parts = lines.map((line) => el("p", {}, line));
+      host.replaceChildren(...parts, ...(m.changes.length ? [plain(["round", "clients"], m.changes)] : []));
+    });
     if (run.repairs.length) panel(home, "repairs", "Repairs", "Broken clusters that the guard repaired during the run.", (host) => host.replaceChildren(plain(["round", "repair"], run.repairs.map((r) => [r.round, r.reason]), [true, false])));
     if (run.failures) panel(home, "failures", "Failures", `${run.failures.total.toLocaleString("en")} ${run.failures.total === 1 ? "answer" : "answers"} missing or unusable; the rounds continued without them.`, (host, item) => {
       host.replaceChildren(plain(["reason", "answers"], run.failures.reasons));
@@ -366,7 +373,7 @@ const Report = (() => {
     if (run.notes.length || run.choice || run.unseen) panel(home, "notes", "Notes", "Notes of the run.", (host) => {
       const more = [];
       if (run.choice) more.push(`Number of clusters chosen: ${run.choice.recommended} (${run.choice.reason})`);
-      if (run.unseen) more.push(`${run.unseen.clients} clients were held out and evaluated at the end: accuracy ${percent(run.unseen.accuracy)}, ARI ${known(run.unseen.ari) ? run.unseen.ari.toFixed(2) : "–"}`);
+      if (run.unseen) more.push(`${run.unseen.clients} clients were held out and evaluated at the end: accuracy ${percent(run.unseen.accuracy)}, ARI with members ${known(run.unseen.ari) ? run.unseen.ari.toFixed(2) : "–"}`);
       host.replaceChildren(el("ul", {}, [...more, ...run.notes].map((note) => el("li", {}, note))));
     });
   }
