@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from coterie.client.block import Block, Models, take
-from coterie.client.steps import Answer, ClientStep, choose, client_step
+from coterie.client.steps import Answer, ClientStep, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import register
 from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate
 from coterie.methods.parts.guard import guarded
-from coterie.methods.parts.start import random_start, warm_start
+from coterie.methods.parts.start import chosen_by_loss, random_start, warm_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -102,7 +102,4 @@ class IFCA(CenterMethod[CenterState]):
 
     def assign(self, state: CenterState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
         """A newcomer chooses by loss, as in a round."""
-        labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
-        for chunk in self._call_with_all(choose, state, engine, newcomers, rng):
-            labels[chunk.positions] = chunk.answer.choice.cpu()
-        return labels
+        return chosen_by_loss(state, engine, newcomers, rng)

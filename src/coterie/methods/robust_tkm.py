@@ -6,14 +6,14 @@ The server clusters these models once by trimmed k-means: the `trim` share farth
 them, and gets the label of the nearest center. Then each cluster trains its own model with a robust mean. Labels
 never change again, so a wrong label is never repaired: a known limit of the method.
 
-All clients take part in the start, whatever the participation. A client that did not answer then is clustered in the
-same way when it first joins a round. The first center of a cluster is the mean of its members' local models.
+All clients take part in the start, one cohort after the other. A client that did not answer then chooses its cluster by
+loss when it first joins a round. The first center of a cluster is the mean of its members' local models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -25,27 +25,19 @@ from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState, num_clusters_setting, register
 from coterie.methods.parts.averaging import Averaging, robust_setting
-from coterie.methods.parts.clustering import KMeans, kmeans, squared_distances
-from coterie.methods.parts.start import cluster_models, compact
+from coterie.methods.parts.clustering import KMeans, kmeans
+from coterie.methods.parts.start import chosen_by_loss, cluster_models, compact
 from coterie.randomness import Rng
 from coterie.settings import setting
 
 
-@dataclass(frozen=True)
-class TKMState(ClusterState):
-    """The centers, and the first centers, by which newcomers are assigned."""
-
-    local_centers: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, P] means of the local models
-
-
 @register
 @dataclass(frozen=True)
-class RobustTKM(Averaging[TKMState]):
+class RobustTKM(Averaging[ClusterState]):
     """Local models, one trimmed k-means, then a robust mean in each cluster."""
 
     key: ClassVar[str] = "robust_tkm"
     paper: ClassVar[str] = "Ghosh et al. 2019; Robust in the FeSEM paper"
-    state_type: ClassVar[type[ClusterState]] = TKMState
 
     num_clusters: int = num_clusters_setting()
     robust: str = robust_setting("trimmed_mean")
@@ -54,9 +46,9 @@ class RobustTKM(Averaging[TKMState]):
     pretrain: int = setting(5, "local training before the clustering, in rounds of work", ge=1)
     restarts: int = setting(20, "random restarts of k-means", ge=1)
 
-    def start(self, task: Task, engine: Engine, rng: Rng) -> TKMState:
+    def start(self, task: Task, engine: Engine, rng: Rng) -> ClusterState:
         """Every client trains alone; one trimmed k-means."""
-        state = TKMState.common_start(engine, self.num_clusters)
+        state = ClusterState.common_start(engine, self.num_clusters)
         cut = task.layout.num_parameters
         rows: list[Tensor] = []
 
@@ -77,9 +69,9 @@ class RobustTKM(Averaging[TKMState]):
         if found is not None:
             labels[found[0]] = found[1].labels
         centers = average.means(keep=state.centers)
-        return replace(state, centers=centers, labels=labels, local_centers=centers.clone())
+        return replace(state, centers=centers, labels=labels)
 
-    def round(self, state: TKMState, engine: Engine, cohort: Tensor, rng: Rng) -> TKMState:
+    def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
         """Each cluster trains its own model; labels stay."""
         labels = state.labels.clone()
         new = cohort[labels[cohort] < 0]
@@ -91,16 +83,11 @@ class RobustTKM(Averaging[TKMState]):
         centers, _ = self.averaged(chunks, labels, state.centers, engine)
         return replace(state, centers=centers, labels=labels)
 
-    def assign(self, state: TKMState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
-        """A newcomer trains alone, as all did at the start, and joins the nearest of the first centers."""
-        labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
-        cut = engine.task.layout.num_parameters
-        for chunk in self._train_alone(state, engine, newcomers, rng):
-            distances = squared_distances(chunk.answer.params[:, :cut], state.local_centers[:, :cut])
-            labels[chunk.positions] = distances.argmin(1).cpu()
-        return labels
+    def assign(self, state: ClusterState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+        """A newcomer gets all centers and chooses by loss: the first models are of the past."""
+        return chosen_by_loss(state, engine, newcomers, rng)
 
-    def _train_alone(self, state: TKMState, engine: Engine, clients: Tensor, rng: Rng) -> Iterator[Chunk]:
+    def _train_alone(self, state: ClusterState, engine: Engine, clients: Tensor, rng: Rng) -> Iterator[Chunk]:
         work: SGD = engine.task.work.at(0)
         steps = None if work.steps is None else work.steps * self.pretrain
         longer = replace(work, epochs=work.epochs * self.pretrain, steps=steps)

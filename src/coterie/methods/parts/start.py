@@ -18,6 +18,7 @@ from torch import Tensor
 
 from coterie.client.steps import choose, sign, signature_shape, train_and_sign
 from coterie.engines.base import Chunk, Engine
+from coterie.methods.base import ClusterState
 from coterie.methods.parts import signatures
 from coterie.methods.parts.averaging import Average, fits_in_memory, samples_of
 from coterie.methods.parts.centers import C, CenterMethod, has_signature
@@ -263,7 +264,7 @@ def find_clusters(method: CenterMethod[C], state: C, engine: Engine, clients: Te
     doubt = torch.zeros(len(clients), dtype=torch.bool)
     with_members = state.labels[state.labels >= 0].unique()
     if not len(with_members) or len(state.labels[known].unique()) < len(with_members):
-        return Found(_chosen_by_loss(state, engine, clients, rng), doubt)
+        return Found(chosen_by_loss(state, engine, clients, rng), doubt)
     members = Signatures.of(state.signatures[known.to(state.signatures.device)], state.counts[known])
     rows = state.signatures.new_zeros(len(clients), *state.signatures.shape[1:])
     counts = torch.zeros(len(clients), state.counts.shape[1], dtype=torch.int64)
@@ -284,7 +285,7 @@ def _sign(method: CenterMethod[C], state: C, engine: Engine, clients: Tensor, rn
     return engine.call(sign, clients, models=state.common.unsqueeze(0), refs=refs, rng=rng)
 
 
-def _chosen_by_loss(state: C, engine: Engine, clients: Tensor, rng: Rng) -> Tensor:
+def chosen_by_loss(state: ClusterState, engine: Engine, clients: Tensor, rng: Rng) -> Tensor:
     """Clients get all centers and choose the one with the lowest loss: [n]; -1 where a client did not answer."""
     labels = torch.full((len(clients),), -1, dtype=torch.int64)
     refs = torch.arange(state.num_clusters).expand(len(clients), -1)
@@ -295,5 +296,5 @@ def _chosen_by_loss(state: C, engine: Engine, clients: Tensor, rng: Rng) -> Tens
 
 def choose_anew(state: C, engine: Engine, clients: Tensor, rng: Rng) -> Tensor:
     """The clusters [n] that clients choose by loss; those that do not answer keep theirs."""
-    found = _chosen_by_loss(state, engine, clients, rng)
+    found = chosen_by_loss(state, engine, clients, rng)
     return torch.where(found < 0, state.labels[clients], found)
