@@ -226,6 +226,19 @@ def test_gradient_is_that_of_the_mean_loss():
     assert torch.allclose(gradient @ direction, difference, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("sizes", [(4, 20), (4, 20, 8), (30, 4, 20, 8), (4, 8, 20, 30), (30, 20, 8, 4), (8, 8, 8)])
+def test_every_client_gets_its_own_model_back(sizes):
+    """Clients train in the order of their sizes. An order that is its own inverse, such as a swap, is an order too."""
+    clients = {f"c{i}": (torch.randn(n, 3), torch.arange(n) % 2) for i, n in enumerate(sizes)}
+    engine = engine_of(Federation.from_clients(clients), model="mclr", model_settings={})
+    models = random_models(engine, len(sizes))
+    together = engine.block_of(engine.everyone(), engine.plan).train(models, SGD(lr=0.1, batch_size=4))
+    for client in range(len(sizes)):
+        block = engine.block_of(torch.tensor([client]), engine.plan)
+        alone = block.train(models[client : client + 1], SGD(lr=0.1, batch_size=4))
+        assert torch.allclose(together[client], alone[0], rtol=1e-9, atol=1e-12)
+
+
 def test_label_counts():
     engine = engine_of()
     block = block_of(engine)
@@ -268,7 +281,8 @@ def test_answer_names():
 def test_steps_are_found_by_name_only_if_registered():
     assert find_step(step_name(evaluate)) is evaluate
     algorithms()
-    assert find_step("coterie.algorithms.ifca:choose").__name__ == "choose"
+    assert find_step("coterie.block:choose").__name__ == "choose"
+    assert find_step("coterie.algorithms.ifca:choose_and_train").__name__ == "choose_and_train"
     with pytest.raises(ConfigError, match="no client step 'os:getcwd'"):
         find_step("os:getcwd")
 

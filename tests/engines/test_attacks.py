@@ -17,7 +17,7 @@ from coterie.methods.fesem import FeSEM
 from coterie.randomness import Rng, name_keys
 from coterie.runs.loop import Schedule, attack_of
 from tests.convex import problem
-from tests.helpers import assert_same, finished, outcome, ragged_federation, reserved_for, setup_of
+from tests.helpers import assert_same, finished, outcome, ragged_federation, reserved_for, setup_of, trainer_of
 
 KEYS = name_keys(tuple(f"c{i}" for i in range(10)))
 
@@ -131,10 +131,7 @@ def test_every_method_gets_through_broken_answers(name):
 
 
 def test_far_too_large_answers_are_left_out_and_named():
-    run = setup_of(FedAvg())
-    from tests.helpers import trainer_of
-
-    trainer = trainer_of(run)
+    trainer = trainer_of(setup_of(FedAvg()))
     trainer._start()
     engine = trainer.engine
     ask = engine.ask
@@ -167,8 +164,43 @@ def test_a_tenth_of_broken_answers_costs_less_than_a_point():
 
 
 def test_robust_fesem_withstands_what_plain_fesem_does_not():
+    """Noise instead of updates and signatures: it spoils the first clusters too."""
     clean = coterie.run("fesem", rounds=10, seed=0).summary["accuracy"]["macro"]
-    plain = coterie.run("fesem", rounds=10, seed=0, attack="sign_flip").summary["accuracy"]["macro"]
-    median = coterie.run(FeSEM(robust="median"), rounds=10, seed=0, attack="sign_flip").summary["accuracy"]["macro"]
-    assert plain < clean - 0.1
-    assert median > clean - 0.03
+    plain = coterie.run("fesem", rounds=10, seed=0, attack="gaussian").summary
+    median = coterie.run(FeSEM(robust="median"), rounds=10, seed=0, attack="gaussian").summary
+    assert plain["accuracy"]["macro"] < clean - 0.1
+    assert plain["ari"] < 0.9
+    assert median["accuracy"]["macro"] > clean - 0.03
+    assert median["ari"] == 1.0
+
+
+def test_attacks_change_signatures():
+    rows = Rng.seed(2).normal(10, 3, 4)
+    answer = Answer(signature=rows.clone(), counts=torch.ones(10, 3, dtype=torch.int64))
+    who = attack().attackers
+    sent = Models(torch.full((1, 4), 5.0), torch.zeros(10, dtype=torch.int64))
+    flipped = attack().on_answer(answer, torch.arange(10), KEYS, sent, Rng.seed(0))
+    assert torch.equal(flipped.signature[who], -rows[who])  # about zero: a signature is a gradient
+    assert torch.equal(flipped.signature[~who], rows[~who])
+    assert torch.equal(flipped.counts, answer.counts)
+    noisy = attack("gaussian").on_answer(answer, torch.arange(10), KEYS, sent, Rng.seed(0)).signature
+    assert torch.equal(noisy[~who], rows[~who])
+    assert float(noisy[who].abs().max()) < 5
+    assert not torch.isclose(noisy[who], rows[who]).any()
+    broken = attack("none", corrupt=0.5).on_answer(answer, torch.arange(10), KEYS, sent, Rng.seed(0)).signature
+    lost = broken.isnan().flatten(1)
+    assert 0 < int(lost.any(1).sum()) < 10
+    assert torch.equal(lost.any(1), lost.all(1))
+
+
+def test_the_signatures_of_attackers_arrive_changed_in_the_start():
+    method = FeSEM(num_clusters=2, warmup=0)
+    clean, hit = (
+        trainer_of(setup_of(method, schedule=Schedule(attack=kind, attackers=0.3))) for kind in ("none", "sign_flip")
+    )
+    clean._start()
+    hit._start()
+    who = hit.attack.attackers
+    assert int(who.sum()) == 3
+    assert torch.equal(hit.state.signatures[who], -clean.state.signatures[who])
+    assert torch.equal(hit.state.signatures[~who], clean.state.signatures[~who])

@@ -49,14 +49,15 @@ def test_divergence_in_both_directions_by_hand():
     assert forth != pytest.approx(back, rel=0.05)
     centers = torch.cat([dumb, sure])
     for kl, expected in (("client", forth), ("center", back)):
-        found = distances(FedDS(num_clusters=2, kl=kl, temperature=1.0), engine, sure, centers)
+        found = distances(FedDS(num_clusters=2, kl=kl, temperature=1.0, label_bias="kept"), engine, sure, centers)
         assert found[0].tolist() == pytest.approx([expected, 0.0], abs=1e-6)
 
 
 def test_divergence_is_summed_over_the_indicator_samples():
     sure, dumb = torch.tensor([[LOG3, 0.0]]), torch.zeros(1, 2)
-    one = distances(FedDS(num_clusters=1), toy(), sure, dumb)
-    many = distances(FedDS(num_clusters=1), toy(inputs=(1.0, 0.0, 1.0, -1.0)), sure, dumb)
+    method = FedDS(num_clusters=1, label_bias="kept")
+    one = distances(method, toy(), sure, dumb)
+    many = distances(method, toy(inputs=(1.0, 0.0, 1.0, -1.0)), sure, dumb)
     assert many.item() == pytest.approx(3 * one.item())  # at 0 they agree; at -1 it is mirrored
 
 
@@ -73,7 +74,7 @@ def test_temperature_softens_what_is_compared():
 def test_divergence_is_that_of_torch(kl, models):
     engine = toy(inputs=tuple(RNG.at("x").normal(7).tolist()))
     params, centers = RNG.at("models").normal(models, 2).float(), RNG.at("centers").normal(3, 2).float()
-    found = distances(FedDS(num_clusters=3, kl=kl, temperature=1.0), engine, params, centers)
+    found = distances(FedDS(num_clusters=3, kl=kl, temperature=1.0, label_bias="kept"), engine, params, centers)
     x = engine.reserved[0]
     for i in range(models):
         for j in range(3):
@@ -89,7 +90,7 @@ def test_a_model_that_is_quite_sure_is_at_a_finite_distance():
     """Where a probability is 0 in floats its logarithm is not."""
     extreme = torch.tensor([[500.0, 0.0], [-500.0, 0.0]])
     for kl in ("client", "center"):
-        found = distances(FedDS(num_clusters=2, kl=kl), toy(), extreme, extreme)
+        found = distances(FedDS(num_clusters=2, kl=kl, label_bias="kept"), toy(), extreme, extreme)
         assert bool(torch.isfinite(found).all())
         assert found.argmin(1).tolist() == [0, 1]
 
@@ -97,13 +98,13 @@ def test_a_model_that_is_quite_sure_is_at_a_finite_distance():
 def test_round_goes_to_the_center_that_says_the_like_and_weighs_by_samples():
     homes = torch.tensor([[LOG3, 0.0], [2 * LOG3, LOG3], [0.0, LOG3]])
 
-    def respond(step, client, sent):
+    def respond(step, client, sent, watch=None):
         return {"params": homes[client], "samples": client + 1}
 
     engine = toy(respond)
     engine.begin(1, "round")
-    method = FedDS(num_clusters=2)
-    state = method.state_type.common_start(engine, 2, sketches=torch.zeros(3, 2))
+    method = FedDS(num_clusters=2, label_bias="kept")
+    state = method.empty_state(engine)
     # Client 1 is nearer to center 1 by L2, and says the same as center 0.
     centers = torch.tensor([[LOG3, 0.0], [2 * LOG3, 2 * LOG3 + 0.5]])
     state = replace(state, centers=centers, labels=torch.tensor([1, 1, 0]))
@@ -111,6 +112,54 @@ def test_round_goes_to_the_center_that_says_the_like_and_weighs_by_samples():
     assert after.labels.tolist() == [0, 0, 1]
     assert after.centers[0].tolist() == pytest.approx([(1 * 1 + 2 * 2) / 3 * LOG3, 2 / 3 * LOG3])
     assert after.centers[1].tolist() == pytest.approx([0.0, LOG3])
+
+
+class Biased(torch.nn.Module):
+    """One input, two classes, a weight and a bias for each: models (a, b, bias of a, bias of b)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.bias = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        return x * self.weight + self.bias
+
+
+def biased(inputs=(1.0, 3.0, -2.0)):
+    engine = toy(inputs=inputs)
+    engine.forward = Forward(Network(Biased(), torch.float32, torch.device("cpu")), (1,))
+    return engine
+
+
+@pytest.mark.parametrize("kl", ["client", "center"])
+def test_without_label_bias_a_constant_on_a_class_changes_nothing(kl):
+    engine = biased()
+    params, centers = RNG.at("models").normal(4, 4).float(), RNG.at("centers").normal(3, 4).float()
+    shift = torch.tensor([0.0, 0.0, 7.0, -2.0])
+    for who in ("client", "center"):
+        moved = (params + shift, centers) if who == "client" else (params, centers + shift)
+        for bias, is_same in (("removed", True), ("kept", False)):
+            method = FedDS(num_clusters=3, kl=kl, label_bias=bias)
+            plain, other = distances(method, engine, params, centers), distances(method, engine, *moved)
+            assert torch.allclose(plain, other, atol=1e-5) == is_same
+
+
+def test_the_label_bias_is_the_mean_output_over_all_indicator_samples():
+    """Outputs 3x and 0 at x = 1, 3: their means are 6 and 0, so (-3, 0) and (3, 0) are compared."""
+    method = FedDS(num_clusters=1, temperature=1.0)
+    found = method.log_probabilities(torch.tensor([[3.0, 0.0, 5.0, 5.0]]), biased(inputs=(1.0, 3.0)))
+    expected = torch.tensor([[[-3.0, 0.0], [3.0, 0.0]]]).log_softmax(2)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_label_bias_does_not_depend_on_how_many_samples_are_computed_at_once(monkeypatch):
+    engine, method = biased(inputs=tuple(float(i) for i in range(7))), FedDS(num_clusters=1)
+    models = RNG.at("models").normal(3, 4).float()
+    whole = method.log_probabilities(models, engine)
+    monkeypatch.setattr("coterie.methods.fedds._AT_ONCE", 6)
+    monkeypatch.setattr(type(engine.forward), "is_light", False)
+    torch.testing.assert_close(method.log_probabilities(models, engine), whole)
 
 
 # ---- indicator samples ----

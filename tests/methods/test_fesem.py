@@ -10,7 +10,6 @@ from coterie.client.work import SGD
 from coterie.engines.mock import MockEngine
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fesem import FeSEM
-from coterie.methods.parts.guard import reassigned
 from coterie.randomness import Rng
 from coterie.runs.loop import Schedule
 from tests.helpers import assert_same, finished, outcome, ragged_federation, setup_of, trainer_of
@@ -18,8 +17,10 @@ from tests.helpers import assert_same, finished, outcome, ragged_federation, set
 TARGETS = torch.tensor([[0.0, 1.0], [0.0, 1.2], [5.0, 0.0], [5.2, 0.0], [5.1, 0.3]])
 
 
-def go_home(step, client, sent):
+def go_home(step, client, sent, watch=None):
     """Each client's model is its own fixed point, wherever it started."""
+    if step == "choose":
+        return {"choice": (sent - TARGETS[client]).norm(dim=1).argmin()}
     return {"params": TARGETS[client], "samples": client + 1}
 
 
@@ -29,31 +30,32 @@ def started(method: FeSEM, respond=go_home, clients: int = 5):
 
 
 def test_start_is_k_means_of_models_from_one_start():
-    engine, state = started(FeSEM(num_clusters=2, init="paper"))
-    assert engine.calls == [("train", [0, 1, 2, 3, 4])]
+    engine, state = started(FeSEM(num_clusters=2, init="paper", weighting="equal"))
+    assert engine.calls == [("train_member", [0, 1, 2, 3, 4])]
     a, b = int(state.labels[0]), int(state.labels[2])
     assert state.labels.tolist() == [a, a, b, b, b]
     assert a != b
     assert state.centers[a].tolist() == pytest.approx([0.0, 1.1])
     assert state.centers[b].tolist() == pytest.approx([5.1, 0.1])
-    assert torch.equal(state.sketches, TARGETS)  # narrower than a sketch: kept whole
+    assert state.signatures.numel() == 0
+    assert state.mean_samples == 3.0
 
 
 def test_start_counts_as_round_zero():
-    engine, _ = started(FeSEM(num_clusters=2, warmup=0))
+    engine, _ = started(FeSEM(num_clusters=2, init="paper"))
     totals = engine.ledger.totals()
     assert (totals["down"], totals["up"]) == (0, 0)
     assert totals["start"] == {"down": 5 * 8, "up": 5 * 8, "scalars": 5 * 8}
 
 
 def test_weighting_by_samples():
-    _, state = started(FeSEM(num_clusters=2, weighting="samples"))
+    _, state = started(FeSEM(num_clusters=2, init="paper"))
     a = int(state.labels[0])
     assert state.centers[a].tolist() == pytest.approx([0.0, (1 * 1.0 + 2 * 1.2) / 3])
 
 
 def test_round_assigns_to_the_nearest_center_and_averages():
-    method = FeSEM(num_clusters=2)
+    method = FeSEM(num_clusters=2, init="paper", weighting="equal")
     engine, state = started(method)
     wrong = replace(state, centers=torch.tensor([[0.0, 0.0], [4.0, 0.0]]), labels=torch.tensor([1, 0, 0, 1, 0]))
     after = method.round(wrong, engine, engine.everyone(), Rng.seed(0))
@@ -63,7 +65,7 @@ def test_round_assigns_to_the_nearest_center_and_averages():
 
 
 def test_round_with_a_cohort_averages_the_cohort():
-    method = FeSEM(num_clusters=2)
+    method = FeSEM(num_clusters=2, init="paper")
     engine, state = started(method)
     after = method.round(state, engine, torch.tensor([1, 4]), Rng.seed(0))
     assert torch.equal(after.labels, state.labels)
@@ -74,12 +76,12 @@ def test_round_with_a_cohort_averages_the_cohort():
 def test_cosine_looks_at_the_direction_of_the_update():
     turned = torch.tensor([[1.0, 0.1], [9.0, 1.0], [0.1, 1.0], [1.0, 9.0], [0.0, 5.0]])
     _, state = started(
-        FeSEM(num_clusters=2, distance="cosine", warmup=0), lambda s, c, m: {"params": turned[c], "samples": 1}
+        FeSEM(num_clusters=2, distance="cosine", init="paper"), lambda s, c, m: {"params": turned[c], "samples": 1}
     )
     a, b = int(state.labels[0]), int(state.labels[2])
     assert a != b
     assert state.labels.tolist() == [a, a, b, b, b]
-    _, by_l2 = started(FeSEM(num_clusters=2, warmup=0), lambda s, c, m: {"params": turned[c], "samples": 1})
+    _, by_l2 = started(FeSEM(num_clusters=2, init="paper"), lambda s, c, m: {"params": turned[c], "samples": 1})
     assert by_l2.labels[0] != by_l2.labels[1]
 
 
@@ -101,24 +103,24 @@ def test_head_looks_at_the_last_layer_only():
     assert trainer.algorithm.round(state, trainer.engine, trainer.engine.everyone(), rng).labels.min() >= 0
 
 
-def test_newcomers_start_from_the_common_model_and_do_not_move_centers():
-    method = FeSEM(num_clusters=2)
+def test_a_client_seen_late_is_placed_trains_from_its_center_and_counts_in_it():
+    method = FeSEM(num_clusters=2, init="paper", weighting="equal")
     engine, state = started(method)
-    assert state.common.abs().sum() > 0  # warmed up
     sent_to = {}
 
-    def respond(step, client, sent):
-        sent_to[client] = sent.tolist()
+    def respond(step, client, sent, watch=None):
+        sent_to.setdefault(client, []).append((step, sent.tolist()))
         return go_home(step, client, sent)
 
     late = MockEngine(respond, num_clients=5)
-    moved = replace(state, labels=state.labels.clone().index_fill(0, torch.tensor([3]), -1), centers=state.centers + 7)
-    after = method.round(moved, late, torch.tensor([2, 3]), Rng.seed(0))
-    assert sent_to[3] == state.common.tolist()
-    assert sent_to[2] == moved.centers[int(state.labels[2])].tolist()
+    late.begin(1, "round")
+    new = replace(state, labels=state.labels.clone().index_fill(0, torch.tensor([3]), -1))
+    after = method.round(new, late, torch.tensor([2, 3]), Rng.seed(0))
+    home = state.centers[int(state.labels[2])].tolist()
+    assert sent_to[3] == [("choose", state.centers.tolist()), ("train_member", home)]
+    assert sent_to[2] == [("train_member", home)]
     assert after.labels[3] == state.labels[2]
-    # Client 3 has joined, but only client 2 moved its center.
-    assert after.centers[int(after.labels[2])].tolist() == pytest.approx(TARGETS[2].tolist())
+    assert after.centers[int(after.labels[2])].tolist() == pytest.approx(TARGETS[2:4].mean(0).tolist())
     assert method.assign(state, engine, torch.tensor([4, 0]), Rng.seed(0)).tolist() == state.labels[[4, 0]].tolist()
 
 
@@ -154,7 +156,7 @@ def test_sketched_start_finds_the_same_clusters(monkeypatch):
     """Where the local models do not fit: sketches for k-means, a second pass for the centers."""
     federation = ragged_federation(20, shape=(1, 12, 12), samples=40)
     work = SGD(lr=0.2, epochs=3, batch_size=10)
-    method = FeSEM(num_clusters=2, warmup=0)
+    method = FeSEM(num_clusters=2, init="paper")
     small = setup_of(method, federation, model_settings={"hidden": 500}, work=work)
     held, sketched = trainer_of(small), trainer_of(small)
     sketched.engine.memory_budget = lambda: 1
@@ -173,7 +175,11 @@ def test_traffic_is_that_of_fedavg_and_the_start():
     many = finished(setup_of(FeSEM(num_clusters=3))).engine.ledger.totals()
     assert (many["down"], many["up"]) == (one["down"], one["up"])
     assert many["start"]["down"] == 4 * one["down"] // 3  # three rounds of warm-up, and the models that are clustered
-    bare = finished(setup_of(FeSEM(num_clusters=3, warmup=0))).engine.ledger.totals()
+    # Nine clients sign: a row for each of three classes, as wide as the model (123 floats), and three counts.
+    size = setup_of(FedAvg()).task().layout.num_parameters
+    assert size == 16 * 6 + 6 + 6 * 3 + 3
+    assert many["start"]["up"] == 4 * one["up"] // 3 + 9 * (3 * size * 8 + 3 * 8)
+    bare = finished(setup_of(FeSEM(num_clusters=3, init="paper"))).engine.ledger.totals()
     assert bare["start"]["down"] == one["down"] // 3
     assert one["start"]["down"] == 0
 
@@ -198,25 +204,46 @@ def test_assign_from_python_puts_new_clients_with_their_kind():
     assert labels.tolist() == [kind_of[int(whole.groups[i])] for i in new]
 
 
-def test_guard_moves_clients_that_were_put_wrong_at_the_start():
-    """L2 leaves them where they train; their first models tell. One that moved by itself is left alone."""
-    targets = torch.tensor([[0.0, 1.0], [0.0, 1.2], [0.1, 1.1], [5.0, 0.0], [5.2, 0.0], [5.1, 0.3]])
-    engine = MockEngine(lambda step, client, sent: {"params": targets[client], "samples": 1}, num_clients=6)
-    method = FeSEM(num_clusters=2)
-    state = method.start(engine.task, engine, Rng.seed(0))
-    right = state.labels.clone()
-    wrong = right.clone()
-    wrong[0] = 1 - wrong[0]
-    engine.begin(2, "round")
-    repaired = reassigned(replace(state, labels=wrong), engine)
-    assert torch.equal(repaired.labels, right)
-    assert repaired.repairs == [
-        {
-            "round": 2,
-            "cluster": None,
-            "reason": "1 client(s) were nearer to another cluster by their first models, and moved there",
-        }
-    ]
-    moved = torch.tensor([True] + [False] * 5)
-    assert torch.equal(reassigned(replace(state, labels=wrong, moved=moved), engine).labels, wrong)
-    assert reassigned(state, engine) is state
+# ---- the proximal weight of the paper ----
+
+
+def test_the_papers_proximal_weight_after_a_random_start_asks_one_cohort_for_its_samples_once():
+    """And the answer counts: the run is that of a start which told the same mean."""
+    method = FeSEM(num_clusters=2, init="random", prox=1.0, prox_scale="paper")
+    trainer = trainer_of(setup_of(method, schedule=Schedule(rounds=3, participation=0.5)))
+    calls = []
+    call = trainer.engine.call
+
+    def spy(step, cohort, **more):
+        calls.append((step.__name__, cohort.tolist(), more.get("payload")))
+        return call(step, cohort, **more)
+
+    trainer.engine.call = spy
+    trainer.run()
+    [(_, asked, _)] = [entry for entry in calls if entry[0] == "count"]
+    assert len(asked) == trainer.engine.cohort_size == 4
+    mean = float(trainer.federation.train.sizes[asked].double().mean())
+    assert trainer.state.mean_samples == pytest.approx(mean)
+    payloads = [payload for name, _, payload in calls if name == "train_near_center"]
+    assert len(payloads) == 3
+    assert all(float(payload["mean_samples"]) == pytest.approx(mean) for payload in payloads)
+
+
+def test_mean_samples_that_nobody_tells_are_asked_for_again():
+    counted = []
+
+    def respond(step, client, sent, **payload):
+        if step == "count":
+            counted.append(engine.round)
+            if engine.round == 1:
+                raise TimeoutError("gone")
+            return {"samples": client + 1}
+        return {"params": TARGETS[client], "samples": client + 1}
+
+    method = FeSEM(num_clusters=2, init="random", prox=1.0, prox_scale="paper")
+    engine, state = started(method, respond)
+    for number, expected in ((1, 0.0), (2, 3.0), (3, 3.0)):
+        engine.begin(number, "round")
+        state = method.round(state, engine, engine.everyone(), Rng.seed(number))
+        assert state.mean_samples == expected
+    assert counted == [1] * 5 + [2] * 5

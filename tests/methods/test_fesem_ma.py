@@ -43,7 +43,9 @@ CLIENTS = torch.stack([shuffled(model, seed) for seed, model in enumerate([ONE, 
 def engine_of(models=CLIENTS):
     """Clients that answer with these models, whatever they are sent."""
 
-    def respond(step, client, sent):
+    def respond(step, client, sent, watch=None):
+        if step == "choose":
+            return {"choice": (outputs_of(sent) - outputs_of(models[client])).flatten(1).norm(dim=1).argmin()}
         return {"params": models[client], "samples": client + 1}
 
     engine = MockEngine(respond, num_clients=len(models), chunk=4)
@@ -56,15 +58,17 @@ def engine_of(models=CLIENTS):
 
 
 def state_of(method, engine, centers, labels):
-    sketches = torch.zeros(engine.num_clients, len(COMMON))
-    state = method.state_type.common_start(engine, method.num_clusters, sketches=sketches)
-    return replace(state, centers=torch.stack(centers), labels=torch.tensor(labels))
+    return replace(method.empty_state(engine), centers=torch.stack(centers), labels=torch.tensor(labels))
 
 
 def outputs(vector):
     x = Rng.seed(3).normal(20, 3).float()
     module = network(0)
     return Network(module, torch.float32, torch.device("cpu"))(Layout.of(module).unpack(vector), x)
+
+
+def outputs_of(vectors):
+    return torch.stack([outputs(vector) for vector in vectors.reshape(-1, vectors.shape[-1])])
 
 
 def test_round_brings_permuted_copies_back_to_their_network():
@@ -114,23 +118,22 @@ def test_members_are_weighted_by_samples():
     assert torch.allclose(after.centers[0], ONE + 0.01 * 2 / 3, atol=1e-6)
 
 
-def test_an_empty_cluster_keeps_its_center_and_clients_that_are_new_move_none():
+def test_an_empty_cluster_keeps_its_center_and_a_new_client_finds_its_own():
     engine = engine_of()
     method = FeSEMMA(num_clusters=3, guard=False)
     nobody = ONE + 100
     state = state_of(method, engine, [ONE, OTHER, nobody], [0, 0, -1, 1, 1, 1])
-    state.sketches[:] = CLIENTS - COMMON
-    late = engine_of(torch.cat([CLIENTS[:2], CLIENTS[2:3] + 0.3, CLIENTS[3:]]))
-    after = method.round(state, late, late.everyone(), RNG)
+    after = method.round(state, engine, engine.everyone(), RNG)
     assert torch.equal(after.centers[2], nobody)
     assert torch.allclose(after.centers[0], ONE, atol=1e-6)
-    assert after.labels[2] >= 0
+    assert after.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert engine.calls[0] == ("choose", [2])
 
 
 def test_start_clusters_models_after_aligning_them_to_the_common_start():
     engine = engine_of()
     engine.begin(0, "start")
-    state = FeSEMMA(num_clusters=2).start(engine.task, engine, RNG)
+    state = FeSEMMA(num_clusters=2, signal="updates").start(engine.task, engine, RNG)
     a, b = int(state.labels[0]), int(state.labels[3])
     assert a != b
     assert state.labels.tolist() == [a, a, a, b, b, b]
@@ -229,9 +232,17 @@ def test_independent_first_models_are_each_clients_own():
 
     trainer.engine.call = recorded
     trainer._start()
+    assert any("starts as with init=paper" in note for note in trainer.engine.notes)
     assert len(torch.unique(torch.stack(list(sent.values())), dim=0)) == 9
     trainer._round(1)
     assert len(torch.unique(torch.stack(list(sent.values())), dim=0)) == 2  # from then on the centers
+
+
+@pytest.mark.parametrize("settings", [{}, {"init": "paper"}, {"init": "paper", "first_models": "independent"}])
+def test_only_the_start_that_is_not_as_asked_is_noted(settings):
+    trainer = trainer_of(setup_of(FeSEMMA(num_clusters=2, **settings)))
+    trainer._start()
+    assert not any("init=paper" in note for note in trainer.engine.notes)
 
 
 def test_finds_the_groups_of_rotated_digits():

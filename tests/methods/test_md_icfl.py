@@ -8,17 +8,18 @@ import torch
 
 import coterie
 from coterie.client.steps import Answer
+from coterie.data.federation import Move
+from coterie.data.transforms import SwapLabels
 from coterie.engines.base import Chunk
 from coterie.engines.mock import MockEngine
 from coterie.errors import ConfigError
 from coterie.methods.fedavg import FedAvg
-from coterie.methods.md_icfl import MDICFL, weighted
+from coterie.methods.md_icfl import MDICFL, class_weights, nearest_center
 from coterie.methods.parts.pseudo import Forward, class_distances, probabilities, search
 from coterie.nets.flat import Network
 from coterie.randomness import Rng
 from coterie.runs.loop import Schedule
-from coterie.settings import build
-from tests.helpers import assert_same, finished, outcome, setup_of, trainer_of
+from tests.helpers import assert_same, finished, outcome, ragged_federation, setup_of, trainer_of
 
 RNG = Rng.seed(0)
 SMALL = {"num_clusters": 2, "iterations": 5, "pseudo_samples": 3}
@@ -40,44 +41,73 @@ def toy(respond, clients=3):
     return engine, (SAMPLES, probabilities(engine.forward, CENTERS, SAMPLES))
 
 
-def choose(method, context, chunk, state, engine):
+def choose(method, context, chunk, labels, engine):
     x, predictions = context
     distances = class_distances(engine.forward, chunk.answer.params, predictions, x)
-    return method.nearest(distances, chunk.clients, state.counts, engine, RNG)
+    return method.nearest(distances, chunk, torch.tensor(labels), engine, RNG)
 
 
-def test_weights_are_shares_of_labels():
+def test_class_weights():
+    counts = torch.tensor([[3, 0, 1], [0, 0, 0]])
+    assert class_weights(counts, "plain").tolist() == [[3, 0, 1], [0, 0, 0]]
+    assert class_weights(counts, "balanced").tolist() == [[1, 0, 1], [0, 0, 0]]
+
+
+def test_by_the_plain_rule_classes_count_by_their_share():
     distances = torch.tensor([[[1.0, 2.0], [4.0, 0.0]]])  # one client, two centers, two classes
-    assert weighted(distances, torch.tensor([[3, 1]])).tolist() == [[1.25, 3.0]]
-    assert weighted(distances, torch.tensor([[0, 5]])).tolist() == [[2.0, 0.0]]
-    assert weighted(distances, torch.tensor([[0, 0]])).tolist() == [[0.0, 0.0]]  # no NaN
+    for counts, expected in (([3, 1], 0), ([1, 3], 1), ([2, 3], 1), ([2, 2], 0), ([0, 5], 1), ([5, 0], 0)):
+        # (3 + 2) / 4 against 12 / 4; (1 + 6) / 4 against 4 / 4; (2 + 6) / 5, 8 / 5 is a draw but for class 1 ...
+        a, b = (sum(c * float(d) for c, d in zip(counts, row, strict=True)) for row in distances[0])
+        assert nearest_center(distances, torch.tensor([counts]), None).tolist() == [expected if a != b else 0]
+
+
+def test_by_the_balanced_rule_all_classes_held_count_alike():
+    """Means over the classes held: 1.5 and 2.0 with both, 1 and 4 with the first, 2 and 0 with the second."""
+    distances = torch.tensor([[[1.0, 2.0], [4.0, 0.0]]])
+    nobody = torch.tensor([-1])
+    for counts in ([1, 1], [1, 99], [99, 1]):
+        assert nearest_center(distances, torch.tensor([counts]), nobody).tolist() == [0]
+    assert nearest_center(distances, torch.tensor([[7, 0]]), nobody).tolist() == [0]
+    assert nearest_center(distances, torch.tensor([[0, 7]]), nobody).tolist() == [1]
+    assert nearest_center(distances, torch.tensor([[1, 99]]), None).tolist() == [1]  # the plain rule
+
+
+def test_by_the_balanced_rule_a_client_moves_only_to_a_clearly_nearer_center():
+    own = torch.tensor([1, 1, 1, -1, 0])
+    least = torch.tensor([0.71, 0.69, 1.0, 0.99, 5.0])
+    distances = torch.stack([least, torch.ones(5)], dim=1).unsqueeze(2)  # [5, 2, 1], 1 from center 1
+    found = nearest_center(distances, torch.ones(5, 1, dtype=torch.int64), own)
+    # Not clearly; clearly; a draw; has no center yet; five times as far as the other.
+    assert found.tolist() == [1, 0, 1, 0, 1]
+    silent = nearest_center(distances, torch.zeros(5, 1, dtype=torch.int64), own)
+    assert silent.tolist() == [1, 1, 1, 0, 0]  # no samples, no distance: it stays
 
 
 def test_the_nearest_center_by_hand():
     """Class-wise distances: a sure model is 0.3 from center 0 at x = +-1, 0 at x = 0; from center 1 it is 1.3."""
     asked = []
 
-    def respond(step, client, sent, distances):
+    def respond(step, client, sent, distances, own):
         asked.append(distances)
+        assert own == [1, 1, 0][client]
         return {"choice": client % 2}
 
     engine, context = toy(respond)
     params = torch.stack([SURE, DUMB, -SURE])
     chunk = Chunk(torch.arange(3), torch.arange(3), Answer(params=params))
     strong = MDICFL(num_clusters=2, privacy="strong")
-    state = strong.state_type.common_start(engine, 2)
-    assert choose(strong, context, chunk, state, engine).tolist() == [0, 1, 0]
+    assert choose(strong, context, chunk, [1, 1, 0], engine).tolist() == [0, 1, 0]
     by_class = torch.stack(asked)
     # Center 0, class 0: both samples at 1; class 1: one at -1, one at 0. The other center mirrored.
     assert by_class[0].tolist() == [pytest.approx([0.3, 0.15], abs=1e-6), pytest.approx([1.3, 0.65], abs=1e-6)]
     assert by_class[1].tolist() == [pytest.approx([0.5, 0.25], abs=1e-6), pytest.approx([0.5, 0.25], abs=1e-6)]
     assert by_class[2].tolist() == [pytest.approx([1.3, 0.65], abs=1e-6), pytest.approx([0.3, 0.15], abs=1e-6)]
 
-    weak = MDICFL(num_clusters=2)
-    for counts in ([[1, 1]] * 3, [[4, 0]] * 3, [[0, 9]] * 3):
-        known = replace(state, counts=torch.tensor(counts))
-        chosen = choose(weak, context, chunk, known, engine)
-        assert chosen[[0, 2]].tolist() == [0, 1]
+    for rule in ("balanced", "plain"):
+        weak = MDICFL(num_clusters=2, rule=rule)
+        for counts in ([[1, 1]] * 3, [[4, 0]] * 3, [[0, 9]] * 3):
+            known = Chunk(torch.arange(3), torch.arange(3), Answer(params=params, counts=torch.tensor(counts)))
+            assert choose(weak, context, known, [1, 1, 0], engine)[[0, 2]].tolist() == [0, 1]
 
 
 def test_what_a_client_has_decides():
@@ -86,30 +116,43 @@ def test_what_a_client_has_decides():
     x = torch.tensor([[[1.0], [1.0]], [[0.0], [1.0]]]).unsqueeze(-1)
     centers = torch.tensor([[LOG3, 0.0], [0.0, 0.0]])
     context = (x, probabilities(engine.forward, centers, x))
-    chunk = Chunk(torch.arange(2), torch.arange(2), Answer(params=torch.stack([SURE, SURE])))
     # d(center 0) = (0.3, 0.3), d(center 1) = (0, 0.8): center 0 wherever class 1 is more than 3/8.
-    method = MDICFL(num_clusters=2)
-    state = replace(method.state_type.common_start(engine, 2), counts=torch.tensor([[6, 4], [7, 3]]))
-    assert choose(method, context, chunk, state, engine).tolist() == [0, 1]
+    counts = torch.tensor([[6, 4], [7, 3]])
+    chunk = Chunk(torch.arange(2), torch.arange(2), Answer(params=torch.stack([SURE, SURE]), counts=counts))
+    assert choose(MDICFL(num_clusters=2, rule="plain"), context, chunk, [1, 0], engine).tolist() == [0, 1]
+    # Balanced: 0.3 against 0.4, which is not clearly nearer.
+    assert choose(MDICFL(num_clusters=2), context, chunk, [1, 0], engine).tolist() == [1, 0]
 
 
 # ---- privacy ----
 
 
+@pytest.mark.parametrize("rule", ["balanced", "plain"])
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 @pytest.mark.parametrize("init", ["warm", "paper"])
 @pytest.mark.parametrize("sampler", ["search", "generator"])
-def test_weak_and_strong_privacy_give_the_same_run(sampler, init, participation):
+def test_weak_and_strong_privacy_give_the_same_run(sampler, init, participation, rule):
+    """If the weak one keeps to what the strong one may use: updates in the start, and equal weights."""
     made = []
     for privacy in ("weak", "strong"):
         method = MDICFL(
-            num_clusters=3, iterations=5, pseudo_samples=3, sampler=sampler, privacy=privacy, init=init, warmup=0
+            num_clusters=3,
+            iterations=5,
+            pseudo_samples=3,
+            sampler=sampler,
+            privacy=privacy,
+            init=init,
+            warmup=0,
+            rule=rule,
+            signal="updates",
+            weighting="equal",
         )
         made.append(finished(setup_of(method, schedule=Schedule(rounds=4, participation=participation))))
     weak, strong = made
     assert_same(outcome(weak)["labels"], outcome(strong)["labels"])
     assert torch.equal(weak.state.centers, strong.state.centers)
-    assert len({tuple(labels) for labels in outcome(weak)["labels"]}) > 1  # somebody moved
+    if init == "paper" or rule == "plain":  # after a warm start, the balanced rule has nobody to move
+        assert len({tuple(labels) for labels in outcome(weak)["labels"]}) > 1
 
 
 def answers_of(method, **schedule):
@@ -122,7 +165,8 @@ def answers_of(method, **schedule):
         for chunk in call(step, cohort, **more):
             answers.setdefault(step.__name__, set()).update(chunk.answer)
             for name, tensor in chunk.answer.items():
-                wide = {"params": trainer.engine.task.layout.size, "counts": 3}.get(name, 1)
+                size = trainer.engine.task.layout.size
+                wide = {"params": size, "counts": 3, "signature": 3 * size}.get(name, 1)
                 assert tensor[0].numel() == wide
             yield chunk
 
@@ -131,14 +175,26 @@ def answers_of(method, **schedule):
     return answers, trainer
 
 
+TOLD = {  # what may leave a client under strong privacy: models, an alarm, an index, and scores
+    "train_only": {"params", "alarm"},
+    "nearest": {"choice"},
+    "choose": {"choice"},
+    "evaluate_privately": {"accuracy", "f1"},
+}
+
+
 @pytest.mark.parametrize("init", ["warm", "paper"])
 @pytest.mark.parametrize("participation", [1.0, 0.5])
-def test_under_strong_privacy_nothing_but_the_nearest_center_is_told_of_labels(init, participation):
+def test_under_strong_privacy_nothing_is_told_of_labels_losses_and_samples(init, participation):
     answers, trainer = answers_of(MDICFL(**SMALL, privacy="strong", init=init), participation=participation)
-    assert answers == {"train_only": {"params"}, "nearest": {"choice"}, "evaluate_privately": {"accuracy", "f1"}}
+    assert answers.keys() >= {"train_only", "nearest", "evaluate_privately"}
+    for step, names in answers.items():
+        assert names <= TOLD[step]
     steps = {name.partition("/")[2] for name in trainer.engine.ledger.entries}
     assert steps == set(answers)  # the ledger knows of no other
-    assert trainer.state.counts.numel() == 0
+    starts = {name for name in trainer.engine.ledger.entries if name.startswith("start/")}
+    assert starts == ({"start/train_only"} if init == "warm" else set())
+    assert trainer.state.counts.numel() == 0 or set(trainer.state.counts.flatten().tolist()) <= {0, 1}
     assert trainer.state.mean_samples in (0.0, 1.0)
     for row in trainer.progress.rows:
         assert row["loss"] is None
@@ -146,31 +202,86 @@ def test_under_strong_privacy_nothing_but_the_nearest_center_is_told_of_labels(i
         assert row["f1"] is not None
 
 
+def test_the_alarm_is_one_bit():
+    trainer = trainer_of(setup_of(MDICFL(**SMALL, privacy="strong")))
+    alarms = []
+    call = trainer.engine.call
+
+    def recorded(step, cohort, **more):
+        for chunk in call(step, cohort, **more):
+            if "alarm" in chunk.answer:
+                alarms.append(chunk.answer.alarm)
+            yield chunk
+
+    trainer.engine.call = recorded
+    trainer.run()
+    assert len(alarms) == 3
+    assert all(alarm.dtype == torch.bool and alarm.shape == (9,) for alarm in alarms)
+
+
 def test_under_strong_privacy_newcomers_and_repairs_tell_no_more():
     answers, trainer = answers_of(MDICFL(**SMALL, privacy="strong"))
     trainer.algorithm.assign(trainer.state, trainer.engine, torch.tensor([1, 2]), RNG)
     centers = trainer.state.centers.clone()
     centers[1] = 100 * RNG.at("far").normal(centers.shape[1])
-    trainer.state = replace(trainer.state, centers=centers, labels=torch.zeros(9, dtype=torch.int64))
+    pending = torch.ones(9, dtype=torch.bool)
+    labels = torch.zeros(9, dtype=torch.int64)
+    trainer.state = replace(trainer.state, centers=centers, labels=labels, pending=pending, sent_in_rounds=1000)
     trainer._round(5)
     assert trainer.state.repairs
-    assert "repair/train_only" in trainer.engine.ledger.entries
-    assert answers == {"train_only": {"params"}, "nearest": {"choice"}, "evaluate_privately": {"accuracy", "f1"}}
+    assert {"repair/train_only", "repair/choose"} <= set(trainer.engine.ledger.entries)
+    for step, names in answers.items():
+        assert names <= TOLD[step]
 
 
-def test_under_weak_privacy_label_counts_are_told_once():
+def test_under_weak_privacy_label_counts_come_with_the_model():
     answers, trainer = answers_of(MDICFL(**SMALL))
-    assert answers.keys() == {"train_only", "label_counts", "evaluate"}
-    assert (answers["train_only"], answers["label_counts"]) == ({"params"}, {"counts"})
-    entries = trainer.engine.ledger.entries
-    assert [name for name in entries if name.endswith("label_counts")] == ["start/label_counts"]
-    assert entries["start/label_counts"]["messages"] == 9
+    assert answers.keys() == {"train_and_count", "train_and_sign", "evaluate"}
+    assert answers["train_and_count"] == {"params", "counts", "alarm"}
+    assert answers["train_and_sign"] == {"params", "samples", "signature", "counts"}
     assert torch.equal(trainer.state.counts, trainer.federation.label_counts())
 
 
-def test_models_are_not_weighted_by_what_clients_do_not_tell():
-    with pytest.raises(ConfigError, match="weighting of MDICFL must be 'equal'"):
-        build(MDICFL, {"weighting": "samples"}, "algorithm")
+def test_without_the_guard_no_alarm_is_sent():
+    answers, _ = answers_of(MDICFL(**SMALL, guard=False))
+    assert answers["train_and_count"] == {"params", "counts"}
+
+
+def test_weak_privacy_uses_the_label_counts_of_the_round():
+    """Labels 0 and 2 are exchanged from round 2 on: the counts that the server sees are exchanged too."""
+    federation = ragged_federation(9)
+    swapped = replace(
+        federation,
+        views=((), (SwapLabels(0, 2),)),
+        view=torch.zeros(9, dtype=torch.int64),
+        moves=(Move(2, torch.ones(9, dtype=torch.int64), federation.groups),),
+    )
+    trainer = trainer_of(setup_of(MDICFL(**SMALL), swapped))
+    seen = {}
+    plain = MDICFL.nearest
+
+    def spy(self, distances, chunk, labels, engine, rng):
+        seen.setdefault(engine.round, {}).update(zip(chunk.clients.tolist(), chunk.answer.counts.tolist(), strict=True))
+        return plain(self, distances, chunk, labels, engine, rng)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MDICFL, "nearest", spy)
+        trainer.run()
+    true = federation.label_counts().tolist()
+    assert [seen[1][i] for i in range(9)] == true
+    for number in (2, 3):
+        assert [seen[number][i] for i in range(9)] == [row[::-1] for row in true]
+    assert true != [row[::-1] for row in true]
+
+
+def test_models_are_weighted_by_samples_where_counts_are_told():
+    chunk = Chunk(
+        torch.arange(2), torch.arange(2), Answer(params=torch.zeros(2, 1), counts=torch.tensor([[3, 1], [0, 2]]))
+    )
+    bare = Chunk(torch.arange(2), torch.arange(2), Answer(params=torch.zeros(2, 1)))
+    assert MDICFL().weights_of(chunk).tolist() == [4, 2]
+    assert MDICFL(weighting="equal").weights_of(chunk).tolist() == [1.0, 1.0]
+    assert MDICFL(privacy="strong").weights_of(bare).tolist() == [1.0, 1.0]
 
 
 # ---- traffic ----
@@ -179,10 +290,11 @@ def test_models_are_not_weighted_by_what_clients_do_not_tell():
 def test_traffic_is_that_of_fedavg_and_the_start():
     one = finished(setup_of(FedAvg())).engine.ledger.totals()
     many = finished(setup_of(MDICFL(**SMALL, warmup=0))).engine.ledger.totals()
-    assert (many["down"], many["up"]) == (one["down"], one["up"])
-    # Once more at the start, and 3 label counts of 8 bytes from each of 9 clients.
+    # Each answer has 3 label counts of 8 bytes besides.
+    assert (many["down"], many["up"]) == (one["down"], one["up"] + 3 * 9 * 3 * 8)
+    # Once more at the start, with a row of 123 floats for each of 3 classes.
     assert many["start"]["down"] == one["down"] // 3
-    assert many["start"]["up"] == one["up"] // 3 + 9 * 3 * 8
+    assert many["start"]["up"] == one["up"] // 3 + 9 * (3 * 123 * 8 + 3 * 8)
 
 
 def test_strong_privacy_costs_a_small_table_each_round():
@@ -190,7 +302,8 @@ def test_strong_privacy_costs_a_small_table_each_round():
     many = finished(setup_of(MDICFL(**SMALL, privacy="strong", warmup=0))).engine.ledger.totals()
     assert many["up"] == one["up"]
     assert many["down"] - one["down"] == 3 * 9 * 2 * 3 * 8  # rounds, clients, K, L, bytes
-    assert many["scalars"] == 3 * 9 * 8  # the choice
+    # The choice, the present center that it is compared with, the alarm, and the scalar that asks for it (float32).
+    assert many["scalars"] == 3 * 9 * (8 + 8 + 1 + 4)
     assert many["start"]["up"] == one["up"] // 3
 
 
@@ -198,7 +311,9 @@ def test_strong_privacy_costs_a_small_table_each_round():
 
 
 def test_a_client_that_does_not_answer_the_second_question_keeps_its_label():
-    def respond(step, client, sent, distances=None):
+    def respond(step, client, sent, distances=None, own=None):
+        if step == "choose":
+            raise TimeoutError("no answer")
         if step == "nearest":
             if client in (0, 3):
                 raise TimeoutError("no answer")
@@ -208,14 +323,16 @@ def test_a_client_that_does_not_answer_the_second_question_keeps_its_label():
     engine, _ = toy(respond, clients=4)
     engine.begin(1, "round")
     method = MDICFL(**SMALL, privacy="strong", guard=False)
-    state = method.state_type.common_start(engine, 2, sketches=torch.zeros(4, 2))
-    state = replace(state, centers=CENTERS.clone(), labels=torch.tensor([0, 0, 1, -1]))
+    state = replace(method.empty_state(engine), centers=CENTERS.clone(), labels=torch.tensor([0, 0, 1, -1]))
     engine.task = replace(engine.task, input_shape=(1,))
     after = method.round(state, engine, engine.everyone(), RNG)
     assert after.labels.tolist() == [0, 1, 1, -1]
     assert torch.equal(after.centers[0], CENTERS[0])  # client 0, which came back with its center
     assert torch.allclose(after.centers[1], (CENTERS[0] + 1 + CENTERS[1] + 2) / 2)  # clients 1 and 2
-    assert {failure.step for failure in engine.failures} == {"coterie.algorithms.md_icfl:nearest"}
+    assert {(failure.step, failure.client) for failure in engine.failures} == {
+        ("coterie.block:choose", "client-3"),
+        ("coterie.algorithms.md_icfl:nearest", "client-0"),
+    }
 
 
 def test_data_without_classes_are_refused():
@@ -224,32 +341,6 @@ def test_data_without_classes_are_refused():
     state = MDICFL().state_type.common_start(engine, 4)
     with pytest.raises(ConfigError, match="MD-ICFL generates pseudo data of classes; these data have none."):
         MDICFL().pseudo(state, engine, RNG)
-
-
-def test_a_client_that_did_not_tell_its_label_counts_stays_where_it_is_and_is_asked_again():
-    asked = []
-
-    def respond(step, client, sent):
-        if step == "label_counts":
-            asked.append((engine.round, client))
-            if client == 2 and engine.round < 2:
-                raise TimeoutError("no answer")
-            return {"counts": torch.tensor([1, 3])}
-        return {"params": SURE}
-
-    engine, _ = toy(respond, clients=4)
-    engine.task = replace(engine.task, input_shape=(1,))
-    method = MDICFL(**SMALL, init="paper", guard=False)
-    state = method.start(engine.task, engine, RNG)
-    assert state.counts.tolist() == [[1, 3], [1, 3], [0, 0], [1, 3]]
-    state = replace(state, centers=CENTERS.clone(), labels=torch.tensor([1, 1, 1, -1]))
-    engine.begin(1, "round")
-    after = method.round(state, engine, engine.everyone(), RNG)
-    assert after.labels.tolist() == [0, 0, 1, 0]
-    engine.begin(2, "round")
-    after = method.round(replace(after, centers=CENTERS.clone()), engine, engine.everyone(), RNG)
-    assert after.labels.tolist() == [0, 0, 0, 0]
-    assert asked == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 2)]
 
 
 # ---- samples of the last round ----

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from coterie.client.steps import choose, train
+from coterie.engines.base import Request
 from coterie.errors import ConfigError
 from coterie.methods.base import Algorithm, algorithms
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fesem import FeSEM
 from coterie.methods.local import Local
 from coterie.methods.md_icfl import MDICFL
+from coterie.randomness import Rng
 from coterie.runs.execution import execute
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Schedule
@@ -149,7 +152,47 @@ def test_evaluation_and_repair_always_get_an_answer():
     trainer.engine.dropout = 1.0
     for phase, late in (("start", True), ("round", True), ("repair", False), ("evaluate", False)):
         trainer.engine.begin(1, phase)
-        assert bool(trainer.engine.is_late("step", trainer.engine.everyone()).all()) == late
+        request = Request(train, trainer.engine.everyone(), Rng.seed(0), trainer.engine.task.work)
+        assert bool(trainer.engine.is_late(request).all()) == late
+
+
+def test_the_same_call_is_late_alike_and_another_call_of_the_same_step_is_not():
+    """The start calls one step several times: were it the same clients each time, some would never be seen."""
+    federation = ragged_federation(200)
+    trainer = trainer_of(setup_of(FedAvg(), federation, schedule=Schedule(rounds=1, dropout=0.3)))
+    engine = trainer.engine
+    engine.begin(0, "start")
+
+    def late(rng, cohort=None, step=train):
+        return engine.is_late(Request(step, engine.everyone() if cohort is None else cohort, rng, engine.task.work))
+
+    calls = [late(Rng.seed(0).at("warm-up", number)) for number in range(4)]
+    assert all(0.2 < float(found.double().mean()) < 0.4 for found in calls)
+    both = (calls[0] & calls[1]).double().mean()
+    assert 0.04 < float(both) < 0.15  # 0.3 * 0.3
+    assert not torch.stack(calls).all(0).sum() > 10
+    again = late(Rng.seed(0).at("warm-up", 2))
+    assert torch.equal(again, calls[2])
+    order = Rng.seed(1).permutation(200)
+    assert torch.equal(late(Rng.seed(0).at("warm-up", 2), order), calls[2][order])
+    assert not torch.equal(late(Rng.seed(0).at("warm-up", 2), step=choose), calls[2])
+
+
+def test_dropout_hits_other_clients_in_every_call_of_the_start():
+    trainer = trainer_of(setup_of(FeSEM(num_clusters=2), ragged_federation(40), schedule=Schedule(dropout=0.3)))
+    call, late = trainer.engine.call, []
+
+    def spy(step, cohort, **more):
+        before = len(trainer.engine.failures)
+        yield from call(step, cohort, **more)
+        late.append(frozenset(failure.client for failure in trainer.engine.failures[before:]))
+
+    trainer.engine.call = spy
+    trainer._start()
+    assert len(late) == 4  # three of the warm-up, one to sign
+    assert all(late)
+    assert len(set(late)) == 4
+    assert not frozenset.intersection(*late)
 
 
 def test_a_second_question_that_fails_keeps_the_old_label():

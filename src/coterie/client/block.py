@@ -112,8 +112,9 @@ class Block:
             self._plan.train(Job(self.task.layout, begun, in_order[which], work, part, batches, dropout[order], own))
 
         self._plan.each(one, counts)
-        back = torch.argsort(counts.order)
-        return in_order if torch.equal(back, counts.order) else in_order[back.to(device)]
+        if torch.equal(counts.order, torch.arange(len(self))):
+            return in_order
+        return in_order[torch.argsort(counts.order).to(device)]
 
     def gradient(self, params: Tensor) -> tuple[Tensor, Tensor]:
         """Gradient of the mean loss over all training samples [c, num_parameters], and updated buffers [c, rest]."""
@@ -166,7 +167,7 @@ class Block:
             buffers = [named[slot.name][rows].clone() for slot in layout.buffers]
             found = self._kernel.gradients([w[rows] for w in weights], buffers, batch)
             flat = torch.cat([g.reshape(len(rows), -1) for g in found], dim=1)
-            total[rows] += flat * (inside.sum(1) / counts[rows]).to(flat.dtype).unsqueeze(1)
+            total[rows] += flat * (inside.sum(1).to(flat.dtype) / counts[rows]).unsqueeze(1)
         return total
 
     # ---- evaluation ----

@@ -11,10 +11,10 @@ import torch
 from coterie.data.federation import Split
 from coterie.engines.mock import MockEngine
 from coterie.methods.base import algorithms
-from coterie.methods.parts.centers import CenterMethod, RoundUpdate, Watch, rows_of
+from coterie.methods.parts.centers import CenterMethod, RoundUpdate, Watch
 from coterie.methods.parts.clustering import squared_distances
 from coterie.methods.parts.guard import guarded, repaired, split_widest
-from coterie.methods.parts.start import clustered_start, random_start
+from coterie.methods.parts.start import enough_clients, placed, random_start, warm_start
 from coterie.randomness import Rng, name_keys
 from coterie.runs.loop import Schedule
 from coterie.settings import fields_of
@@ -29,15 +29,18 @@ class Nearest(CenterMethod):
     """The least that a method must say."""
 
     key: ClassVar[str] = "nearest"
+    signal: str = "updates"
+    weighting: str = "equal"
 
     def start(self, task, engine, rng):
-        begin = random_start if self.init == "paper" else clustered_start
+        begin = random_start if self.init == "paper" else warm_start
         return begin(self, self.empty_state(engine), engine, rng)
 
     def choose(self, chunk, state):
         return squared_distances(chunk.answer.params, state.centers).argmin(1)
 
     def round(self, state, engine, cohort, rng):
+        state = placed(self, state, engine, cohort, rng)
         update = RoundUpdate(self, state, engine)
         for chunk in self.train(state, engine, cohort, rng.at("train")):
             update.add(chunk, self.choose(chunk, state))
@@ -45,10 +48,12 @@ class Nearest(CenterMethod):
 
 
 def at_home(homes, **more):
-    """Each client's model is its own fixed point, wherever it started."""
+    """Each client's model is its own fixed point, wherever it started; its loss is the distance to it."""
     table = torch.tensor(homes)
 
-    def respond(step, client, sent):
+    def respond(step, client, sent, watch=None):
+        if step == "choose":
+            return {"choice": (sent - table[client]).norm(dim=1).argmin()}
         return {"params": table[client], "samples": client + 1} | more
 
     return respond
@@ -62,10 +67,8 @@ def engine_of(respond, clients, round=1, chunk=3):
 
 def state_of(method, engine, centers, labels, **more):
     """A state as it may be in the middle of a run."""
-    count = engine.num_clients
-    known = {"sketches": torch.zeros(count, 2), "moved": torch.zeros(count, dtype=torch.bool)}
-    state = method.state_type.common_start(engine, method.num_clusters, **known)
-    return replace(state, centers=torch.tensor(centers), labels=torch.tensor(labels), **more)
+    assert len(labels) == engine.num_clients
+    return replace(method.empty_state(engine), centers=torch.tensor(centers), labels=torch.tensor(labels), **more)
 
 
 # ---- the start ----
@@ -77,7 +80,8 @@ def test_warm_start_begins_with_common_rounds():
     """Everyone trains from one model, which becomes the sample-weighted mean; only then models are clustered."""
     sent = []
 
-    def respond(step, client, model):
+    def respond(step, client, model, watch=None):
+        assert watch is None
         sent.append(model.tolist())
         return {"params": model + client, "samples": 1 + client}  # weighted mean of 0, 1, 2: 4/3
 
@@ -88,7 +92,10 @@ def test_warm_start_begins_with_common_rounds():
     for lap, expected in enumerate([0.0, 4 / 3, 8 / 3]):
         assert laps[lap] == [[pytest.approx(expected)] * 2] * 3
     assert state.common.tolist() == [pytest.approx(8 / 3)] * 2
-    assert sorted(state.sketches[:, 0].tolist()) == pytest.approx([0.0, 1.0, 2.0])  # measured from the warm model
+    # Measured from the warm model, and of length one; client 0 did not move.
+    assert state.signatures[0].tolist() == [[0.0, 0.0]]
+    assert state.signatures[1:].flatten().tolist() == pytest.approx([0.5**0.5] * 4)
+    assert state.counts.tolist() == [[1]] * 3
 
 
 def test_the_papers_start_is_not_warmed_up():
@@ -102,7 +109,7 @@ def test_a_repair_whose_leaving_half_does_not_answer_is_none():
     """Nobody is there to make the freed center of: the round stays as it was, and nothing is recorded."""
     calls = []
 
-    def respond(step, client, model):
+    def respond(step, client, model, watch=None):
         calls.append(client)
         if len(calls) > 6 and client in (4, 5):
             raise TimeoutError("gone")
@@ -112,10 +119,7 @@ def test_a_repair_whose_leaving_half_does_not_answer_is_none():
     method = Nearest(num_clusters=2)
     engine = engine_of(respond, 6)
     labels = torch.zeros(6, dtype=torch.int64)
-    state = method.state_type.common_start(
-        engine, 2, sketches=torch.zeros(6, 2), moved=torch.zeros(6, dtype=torch.bool)
-    )
-    state = replace(state, labels=labels, centers=torch.tensor([[0.0, 0.0], [50.0, 50.0]]))
+    state = replace(method.empty_state(engine), labels=labels, centers=torch.tensor([[0.0, 0.0], [50.0, 50.0]]))
     after = method.round(state, engine, engine.everyone(), RNG)
     assert len(calls) > 6  # a repair was tried
     assert after.repairs == []
@@ -125,13 +129,15 @@ def test_a_repair_whose_leaving_half_does_not_answer_is_none():
 def test_warm_start_clusters_what_everyone_made_of_the_common_model():
     sent_to = {}
 
-    def respond(step, client, sent):
+    def respond(step, client, sent, watch=None):
         sent_to[client] = sent.tolist()
         return at_home(TWO_PAIRS)(step, client, sent)
 
     engine = engine_of(respond, 5, round=0)
     state = Nearest(num_clusters=2, warmup=0).start(engine.task, engine, RNG)
-    assert engine.calls == [("train", [0, 1, 2, 3, 4])]
+    [(step, asked)] = engine.calls
+    assert step == "train_member"
+    assert sorted(asked) == [0, 1, 2, 3, 4]
     assert sent_to == {client: [0.0, 0.0] for client in range(5)}
     a, b = int(state.labels[0]), int(state.labels[2])
     assert state.labels.tolist() == [a, a, b, b, b]
@@ -140,22 +146,27 @@ def test_warm_start_clusters_what_everyone_made_of_the_common_model():
     assert state.centers[b].tolist() == [8.0, 2.0]
     assert state.common.tolist() == [0.0, 0.0]
     assert state.mean_samples == 3.0
-    assert state.sketches.tolist() == TWO_PAIRS
+    directions = torch.nn.functional.normalize(torch.tensor(TWO_PAIRS), dim=1)
+    torch.testing.assert_close(state.signatures, directions.unsqueeze(1))
+    assert not state.pending.any()
 
 
 def test_warm_start_with_a_silent_client():
-    def respond(step, client, sent):
+    homes = [[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], *TWO_PAIRS[2:]]
+
+    def respond(step, client, sent, watch=None):
         if client == 1:
             raise TimeoutError("no answer")
-        return at_home(TWO_PAIRS)(step, client, sent)
+        return at_home(homes)(step, client, sent)
 
-    engine = engine_of(respond, 5, round=0)
-    state = Nearest(num_clusters=2, weighting="samples").start(engine.task, engine, RNG)
+    engine = engine_of(respond, 6, round=0)
+    state = Nearest(num_clusters=2, warmup=0, weighting="samples").start(engine.task, engine, RNG)
     assert state.labels[1] == -1
-    assert state.sketches[1].tolist() == [0.0, 0.0]
-    assert state.centers[int(state.labels[0])].tolist() == [0.0, 1.0]
-    assert state.centers[int(state.labels[2])].tolist() == pytest.approx([8.0, (4 * 2 + 5 * 4) / 12])
-    assert state.mean_samples == (1 + 3 + 4 + 5) / 4
+    assert state.signatures[1].tolist() == [[0.0, 0.0]]
+    assert state.counts.tolist() == [[1], [0], [1], [1], [1], [1]]
+    assert state.centers[int(state.labels[0])].tolist() == pytest.approx([0.0, (1 * 1 + 3 * 3) / 4])
+    assert state.centers[int(state.labels[3])].tolist() == pytest.approx([8.0, (5 * 2 + 6 * 4) / 15])
+    assert state.mean_samples == (1 + 3 + 4 + 5 + 6) / 5
 
 
 def test_paper_start_is_random_centers_and_random_labels():
@@ -171,7 +182,7 @@ def test_paper_start_is_random_centers_and_random_labels():
 
 
 def test_a_start_that_nobody_answers_is_the_random_one():
-    def silent(step, client, sent):
+    def silent(step, client, sent, watch=None):
         raise TimeoutError("no answer")
 
     engine = engine_of(silent, 5, round=0)
@@ -182,7 +193,7 @@ def test_a_start_that_nobody_answers_is_the_random_one():
 
 
 def test_more_clusters_than_answers():
-    def respond(step, client, sent):
+    def respond(step, client, sent, watch=None):
         if client > 1:
             raise TimeoutError("no answer")
         return at_home(TWO_PAIRS)(step, client, sent)
@@ -199,7 +210,7 @@ def test_more_clusters_than_answers():
 def test_round_trains_from_the_own_center_assigns_and_averages():
     sent_to = {}
 
-    def respond(step, client, sent):
+    def respond(step, client, sent, watch=None):
         sent_to[client] = sent.tolist()
         return at_home(TWO_PAIRS)(step, client, sent)
 
@@ -214,7 +225,7 @@ def test_round_trains_from_the_own_center_assigns_and_averages():
 
 
 def test_a_client_that_fails_keeps_its_label_and_moves_nothing():
-    def respond(step, client, sent):
+    def respond(step, client, sent, watch=None):
         if client == 4:
             raise TimeoutError("no answer")
         return at_home(TWO_PAIRS)(step, client, sent)
@@ -228,7 +239,7 @@ def test_a_client_that_fails_keeps_its_label_and_moves_nothing():
 
 
 def test_a_round_that_nobody_answers_changes_nothing():
-    def silent(step, client, sent):
+    def silent(step, client, sent, watch=None):
         raise TimeoutError("no answer")
 
     method = Nearest(num_clusters=2)
@@ -247,19 +258,96 @@ class Undecided(Nearest):
         return torch.where(chunk.clients % 2 == 1, -1, super().choose(chunk, state))
 
 
-def test_a_client_that_is_placed_nowhere_stays_where_it_is():
+def test_a_client_that_the_method_cannot_place_stays_where_it_is():
     method = Undecided(num_clusters=2)
     engine = engine_of(at_home(TWO_PAIRS), 5)
-    state = state_of(method, engine, [[0.0, 0.0], [9.0, 0.0]], [0, 1, 0, -1, 0])
+    state = state_of(method, engine, [[0.0, 0.0], [9.0, 0.0]], [0, 1, 0, 0, 0])
     after = method.round(state, engine, engine.everyone(), RNG)
-    # Client 1 stays in cluster 1, and counts there; client 3, not seen before, is still not seen.
-    assert after.labels.tolist() == [0, 1, 1, -1, 1]
-    assert after.centers[0].tolist() == [0.0, 1.0]
+    assert after.labels.tolist() == [0, 1, 1, 0, 1]
+    assert after.centers[0].tolist() == [4.0, 1.5]
     assert after.centers[1].tolist() == pytest.approx([16 / 3, 2.0])
 
 
-def test_rows_of_labels():
-    assert rows_of(torch.tensor([0, -1, 2]), 3).tolist() == [0, 3, 2]
+# ---- clients seen later ----
+
+
+def test_without_signatures_a_new_client_chooses_by_loss_and_trains_from_its_center_in_the_same_round():
+    sent_to = {}
+
+    def respond(step, client, sent, watch=None):
+        sent_to.setdefault(client, []).append((step, sent.tolist()))
+        return at_home(TWO_PAIRS)(step, client, sent)
+
+    method, engine = Nearest(num_clusters=2), engine_of(respond, 5)
+    centers = [[0.0, 0.0], [9.0, 0.0]]
+    state = state_of(method, engine, centers, [0, -1, 1, -1, -1])
+    after = method.round(state, engine, torch.tensor([0, 1, 3]), RNG)
+    assert [(step, sorted(who)) for step, who in engine.calls] == [("choose", [1, 3]), ("train_member", [0, 1, 3])]
+    assert sent_to[1] == [("choose", centers), ("train_member", centers[0])]
+    assert sent_to[3] == [("choose", centers), ("train_member", centers[1])]
+    assert after.labels.tolist() == [0, 0, 1, 1, -1]
+    assert after.centers.tolist() == [[0.0, 1.5], [8.0, 2.0]]  # they count from the first round on
+    assert state.labels.tolist() == [0, -1, 1, -1, -1]
+
+
+def signed_state(method, engine, labels, **more):
+    """The state after a start in which the clients with a label have signed."""
+    known = torch.tensor(labels) >= 0
+    directions = torch.nn.functional.normalize(torch.tensor(TWO_PAIRS), dim=1)
+    rows = (directions * known.unsqueeze(1)).unsqueeze(1)
+    centers = [[0.0, 1.5], [8.0, 2.0]]
+    return state_of(method, engine, centers, labels, signatures=rows, counts=known.long().unsqueeze(1), **more)
+
+
+def test_with_signatures_a_new_client_signs_and_joins_the_nearest():
+    method, engine = Nearest(num_clusters=2), engine_of(at_home(TWO_PAIRS), 5)
+    state = signed_state(method, engine, [0, -1, 1, 1, -1])
+    after = method.round(state, engine, torch.tensor([1, 4]), RNG)
+    # Signed at the common model (here: trained from it), then trained from the own center.
+    assert engine.calls == [("train_member", [1, 4]), ("train_member", [1, 4])]
+    assert after.labels.tolist() == [0, 0, 1, 1, 1]
+    assert after.counts.tolist() == [[1]] * 5
+    torch.testing.assert_close(after.signatures[4, 0], torch.tensor([8.0, 4.0]) / 80**0.5)
+    assert state.counts.tolist() == [[1], [0], [1], [1], [0]]
+
+
+def test_a_new_client_that_does_not_answer_has_no_place_and_is_asked_again():
+    asked = []
+
+    def respond(step, client, sent, watch=None):
+        asked.append(client)
+        if client == 4 and asked.count(4) == 1:
+            raise TimeoutError("gone")
+        return at_home(TWO_PAIRS)(step, client, sent)
+
+    method, engine = Nearest(num_clusters=2), engine_of(respond, 5)
+    state = signed_state(method, engine, [0, 0, 1, 1, -1])
+    after = method.round(state, engine, torch.tensor([0, 4]), RNG)
+    assert after.labels.tolist() == [0, 0, 1, 1, -1]
+    assert after.counts[4].tolist() == [0]
+    assert asked.count(4) == 1  # it was not sent a center
+    again = method.round(after, engine, torch.tensor([0, 4]), RNG)
+    assert again.labels.tolist() == [0, 0, 1, 1, 1]
+    assert asked.count(4) == 3
+
+
+def test_signatures_decide_only_if_every_cluster_with_members_has_one():
+    method, engine = Nearest(num_clusters=3), engine_of(at_home(TWO_PAIRS), 5)
+    state = replace(signed_state(method, engine, [0, 0, 1, 1, -1]), centers=torch.zeros(3, 2))
+    method.assign(state, engine, torch.tensor([4]), RNG)  # cluster 2 has no members: nothing is missing
+    lost = replace(state, counts=torch.tensor([[1], [1], [0], [0], [0]]))
+    method.assign(lost, engine, torch.tensor([4]), RNG)  # cluster 1 has members, but all of its signatures are old
+    assert engine.calls == [("train_member", [4]), ("choose", [4])]
+
+
+def test_a_client_that_moves_loses_its_signature():
+    method, engine = Nearest(num_clusters=2), engine_of(at_home(TWO_PAIRS), 5)
+    state = signed_state(method, engine, [0, 1, 1, 1, 1])
+    after = method.round(state, engine, torch.tensor([0, 1, 2]), RNG)
+    assert after.labels.tolist() == [0, 0, 1, 1, 1]
+    assert after.counts.tolist() == [[1], [0], [1], [1], [1]]
+    assert after.signatures[1].abs().sum() == 0
+    assert torch.equal(after.signatures[[0, 2, 3, 4]], state.signatures[[0, 2, 3, 4]])
 
 
 # ---- the widest cluster ----
@@ -356,9 +444,10 @@ def test_the_traffic_of_a_repair_is_in_its_own_phase():
     totals = engine.ledger.totals()
     one = {"down": 6 * 8, "up": 6 * 8, "scalars": 6 * 8}  # models of two floats, and a number of samples
     assert totals["repair"] == one
-    assert {key: totals[key] for key in one} == one
+    watch = 6 * 4  # the payload that asks for the alarm
+    assert {key: totals[key] for key in one} == one | {"scalars": 6 * 8 + watch}
     assert totals["start"]["up"] == totals["evaluate"]["up"] == 0
-    assert engine.calls == [("train", [0, 1, 2, 3, 4, 5])] * 2
+    assert engine.calls == [("train_member", [0, 1, 2, 3, 4, 5])] * 2
     assert engine.phase == "round"
 
 
@@ -368,7 +457,7 @@ def test_only_members_of_the_split_cluster_are_asked_again():
     engine = engine_of(at_home(homes), 8)
     state = state_of(method, engine, [[0.0, 0.0], [0.0, 900.0], [0.0, 60.0]], [0] * 6 + [2] * 2)
     after = method.round(state, engine, engine.everyone(), RNG)
-    assert engine.calls[1:] == [("train", [0, 1, 2, 3, 4, 5])]
+    assert engine.calls[1:] == [("train_member", [0, 1, 2, 3, 4, 5])]
     assert after.labels[6:].tolist() == [2, 2]
     assert after.centers[2].tolist() == [0.0, 60.5]
 
@@ -422,7 +511,7 @@ def test_no_repair_within_two_rounds_of_the_last():
         after = method.round(replace(state, repaired_in=last), engine, engine.everyone(), RNG)
         assert bool(after.repairs) == is_due
         assert after.repaired_in == (3 if is_due else last)
-        assert ("repair/train" in engine.ledger.entries) == is_due
+        assert ("repair/train_member" in engine.ledger.entries) == is_due
 
 
 def test_a_repair_is_added_to_those_before():
@@ -439,7 +528,7 @@ def test_without_the_guard_nothing_is_repaired(broken):
     after = method.round(state, engine, engine.everyone(), RNG)
     assert after.repairs == []
     assert torch.equal(after.labels, state.labels)
-    assert "repair/train" not in engine.ledger.entries
+    assert "repair/train_member" not in engine.ledger.entries
     if broken is emptied:
         assert torch.equal(after.centers[1], state.centers[1])
 
@@ -474,16 +563,26 @@ def test_absent_clients_are_not_split():
     assert after.centers[1].tolist() in ([4.0, 1.25], [-4.0, 1.125])
 
 
-def test_clients_met_in_the_round_of_a_repair_move_no_center():
-    """They trained from the common start: their updates say nothing about how a cluster pulls apart."""
+def test_clients_met_in_the_round_of_a_repair_are_split_with_the_others():
     method, engine, state = emptied()
-    state = replace(state, labels=torch.tensor([0, 0, 0, 0, 0, -1]), centers=state.centers + torch.tensor([0.0, 1.0]))
-    homes = [[4.0, 1.0], [4.0, 1.5], [-4.0, 1.0], [-4.0, 1.25], [-4.0, 1.5], [-4.0, 9.0]]
-    engine = engine_of(at_home(homes), 6, round=3)
+    state = replace(state, labels=torch.tensor([0, 0, 0, 0, 0, -1]))
     after = method.round(state, engine, engine.everyone(), RNG)
-    assert after.repairs[0]["reason"].endswith("was split into 3 and 2 clients")
-    assert after.centers[int(after.labels[0])].tolist() == [4.0, 1.25]
-    assert after.centers[int(after.labels[2])].tolist() == [-4.0, 1.25]
+    assert after.repairs[0]["reason"].endswith("was split into 3 and 3 clients")
+    assert after.centers[int(after.labels[0])].tolist() == [4.0, 1.5]
+    assert after.centers[int(after.labels[5])].tolist() == [-4.0, 1.25]
+
+
+def test_an_empty_cluster_is_left_alone_until_enough_clients_were_seen():
+    """Of 60 clients 50 must have been seen: those of the empty cluster may be among the others."""
+    homes = [SIX[i % 6] for i in range(60)]
+    for seen, is_due in ((49, False), (50, True), (60, True)):
+        method, engine = Nearest(num_clusters=2), engine_of(at_home(homes), 60, round=3)
+        state = state_of(method, engine, [[0.0, 0.0], [0.0, 90.0]], [0] * seen + [-1] * (60 - seen))
+        after = method.round(state, engine, torch.arange(40), RNG)
+        assert bool(after.repairs) == is_due
+    assert enough_clients(2, 60) == 50
+    assert enough_clients(8, 1000) == 80
+    assert enough_clients(8, 30) == 30
 
 
 # ---- on data ----

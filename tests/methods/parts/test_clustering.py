@@ -1,4 +1,4 @@
-"""Grouping of models: distances, running means, k-means and sketches against independent arithmetic."""
+"""Grouping of models: distances, running means and k-means against independent arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sklearn.metrics import adjusted_rand_score
 from torch.overrides import TorchFunctionMode
 
 from coterie.methods.parts import clustering
-from coterie.methods.parts.clustering import CenterSums, Sketch, cosine_distances, kmeans, squared_distances
+from coterie.methods.parts.clustering import CenterSums, cosine_distances, kmeans, squared_distances
 from coterie.randomness import Rng, name_keys
 
 CPU = torch.device("cpu")
@@ -218,52 +218,3 @@ def test_kmeans_does_not_hold_the_rows_once_for_each_restart():
     with Largest() as largest:
         kmeans(rows, 2, Rng.seed(0), name_keys([str(i) for i in range(200)]), restarts=20)
     assert rows.numel() <= largest.entries < 3 * rows.numel()
-
-
-# ---- sketches ----
-
-
-def test_a_sketch_adds_signed_entries_by_their_place_modulo_the_width():
-    sketch = Sketch(7, 3, Rng.seed(0), CPU)
-    signs = sketch(torch.eye(7)).sum(1)
-    assert set(signs.tolist()) == {-1.0, 1.0}
-    row = torch.arange(1.0, 8.0)
-    expected = torch.zeros(3)
-    for place in range(7):
-        expected[place % 3] += signs[place] * row[place]
-    assert torch.equal(sketch(row.unsqueeze(0))[0], expected)
-
-
-def test_a_sketch_keeps_distances_in_expectation():
-    rows = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 500)))
-    true = float((rows[0] - rows[1]).square().sum())
-    found = []
-    for seed in range(200):
-        sketched = Sketch(500, 32, Rng.seed(seed), CPU)(rows)
-        assert sketched.shape == (2, 32)
-        found.append(float((sketched[0] - sketched[1]).square().sum()))
-    # One sketch is off by about sqrt(2 / 32) = 25 %; the mean of 200 by about 2 %.
-    assert np.mean(found) == pytest.approx(true, rel=0.06)
-    assert 0.15 < np.std(found) / true < 0.35
-
-
-def test_a_wide_sketch_keeps_each_distance():
-    rows = torch.from_numpy(np.random.default_rng(1).normal(size=(20, 20_000)))
-    sketched = Sketch(20_000, 4096, Rng.seed(0), CPU)(rows)
-    ratio = torch.pdist(sketched) / torch.pdist(rows)
-    assert float(ratio.min()) > 0.93
-    assert float(ratio.max()) < 1.07
-
-
-def test_a_sketch_is_linear_and_the_same_for_the_same_seed():
-    rows = torch.from_numpy(np.random.default_rng(1).normal(size=(2, 50)))
-    sketch = Sketch(50, 8, Rng.seed(0), CPU)
-    torch.testing.assert_close(sketch(rows[:1] + 2 * rows[1:]), sketch(rows[:1]) + 2 * sketch(rows[1:]))
-    assert torch.equal(Sketch(50, 8, Rng.seed(0), CPU)(rows), sketch(rows))
-    assert not torch.equal(Sketch(50, 8, Rng.seed(1), CPU)(rows), sketch(rows))
-
-
-def test_short_rows_are_not_sketched():
-    rows = torch.randn(3, 5)
-    assert Sketch(5, 8, Rng.seed(0), CPU)(rows) is rows
-    assert Sketch(5, 8, Rng.seed(0), CPU).width == 5

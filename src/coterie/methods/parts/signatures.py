@@ -246,4 +246,6 @@ def _in_doubt(angles: Tensor, counts: Tensor) -> Tensor:
     if angles.shape[1] < 2:
         return torch.zeros(len(angles), dtype=torch.bool, device=angles.device)
     least = angles.topk(2, dim=1, largest=False).values
-    return (least[:, 0] > _ALIKE * least[:, 1]) | (counts.sum(1) < _FEW)
+    alike = least[:, 0] > _ALIKE * least[:, 1]
+    # Signatures by update have one row, whose count tells nothing about samples.
+    return alike if counts.shape[1] < 2 else alike | (counts.sum(1) < _FEW)

@@ -1,0 +1,307 @@
+"""The watch over losses: alarms by hand, the budget of those who choose anew, and recovery after a drift."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import coterie
+from coterie.client.work import SGD
+from coterie.engines.mock import MockEngine
+from coterie.methods.base import algorithms
+from coterie.methods.fedds import FedDSMIC
+from coterie.methods.fesem import FeSEM
+from coterie.methods.parts.centers import CenterMethod, watched
+from coterie.methods.parts.guard import rechosen
+from coterie.randomness import Rng
+from coterie.runs.experiment import merge, resolve
+from coterie.runs.loop import Schedule
+from tests.helpers import ragged_federation, reserved_for, setup_of, trainer_of
+
+RNG = Rng.seed(0)
+CENTERED = sorted(key for key, cls in algorithms().items() if issubclass(cls, CenterMethod))
+ON = torch.ones(())
+
+
+# ---- the alarm ----
+
+
+class Watching:
+    """A block of clients with these losses on validation and on training samples."""
+
+    def __init__(self, clients):
+        self.held, self.trained = torch.zeros(clients), torch.zeros(clients)
+        self.samples = torch.ones(clients)
+        self.memory, self._kept = self, {}
+
+    def get(self, name, default):
+        return self._kept.get(name, default)
+
+    def put(self, name, value):
+        self._kept[name] = value.clone()
+
+    def evaluate(self, models, split):
+        assert split == "valid"
+        return {"loss": self.held.double(), "samples": self.samples}
+
+    def losses(self, models):
+        return self.trained.double()
+
+    def alarms(self, *held):
+        self.held = torch.tensor(held)
+        return watched(self, None, ON)["alarm"].tolist()
+
+
+def test_the_alarm_by_hand():
+    """Above 1.5 times the past loss and a tenth of the first, 2.0; the past is a running mean of halves."""
+    block = Watching(1)
+    assert block.alarms(2.0) == [False]  # the first one: nothing to compare with
+    assert block.alarms(3.1) == [False]  # limit 1.5 * 2.0 + 0.2 = 3.2; past 2.55
+    assert block.alarms(4.0) == [False]  # limit 4.025; past 3.275
+    assert block.alarms(5.2) == [True]  # limit 5.1125; past 5.2: the reference is renewed
+    assert block.alarms(5.3) == [False]
+    assert block.alarms(2.0) == [False]  # it falls; past (5.25 + 2) / 2 = 3.625
+    assert block.alarms(5.6) == [False]  # limit 5.6375
+    assert block.alarms(9.0) == [True]
+
+
+def test_a_small_loss_may_double_without_alarm():
+    """A tenth of the first loss is slack: a loss near zero is noisy."""
+    block = Watching(1)
+    block.alarms(2.0)
+    for _ in range(12):
+        assert block.alarms(0.01) == [False]
+    assert block.alarms(0.19) == [False]
+    assert Watching(1).alarms(100.0) == [False]
+
+
+def test_each_client_is_watched_by_itself():
+    block = Watching(3)
+    assert block.alarms(1.0, 2.0, 0.5) == [False] * 3
+    assert block.alarms(1.0, 9.0, 0.5) == [False, True, False]
+    assert block.alarms(3.0, 9.0, 0.9) == [True, False, True]
+
+
+def test_without_validation_samples_the_training_loss_is_watched():
+    block = Watching(2)
+    block.samples, block.trained = torch.tensor([0, 5]), torch.tensor([1.0, 1.0])
+    assert block.alarms(0.0, 1.0) == [False, False]
+    block.trained = torch.tensor([5.0, 5.0])
+    assert block.alarms(0.0, 1.0) == [True, False]
+
+
+def test_without_watch_nothing_is_computed_and_nothing_sent():
+    assert watched(None, None, None) == {}
+
+
+# ---- alarmed clients ----
+
+HOMES = torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 8.0], [8.0, 0.0], [8.0, 2.0], [8.0, 4.0]])
+
+
+def mock(alarmed=(), clients=6, round=1):
+    def respond(step, client, sent, watch=None):
+        if step == "choose":
+            return {"choice": (sent - HOMES[client % 6]).norm(dim=1).argmin()}
+        alarm = {} if watch is None else {"alarm": client in alarmed}
+        return {"params": HOMES[client % 6], "samples": 1} | alarm
+
+    engine = MockEngine(respond, num_clients=clients, chunk=4)
+    engine.begin(round, "round")
+    return engine
+
+
+def state_of(method, engine, labels, **more):
+    centers = torch.tensor([[0.0, 4.0], [8.0, 2.0]])
+    return replace(method.empty_state(engine), centers=centers, labels=torch.tensor(labels), **more)
+
+
+def test_an_alarmed_client_keeps_its_label_moves_no_center_and_waits():
+    method, engine = FeSEM(num_clusters=2), mock(alarmed=(2, 3))
+    signed = {"signatures": torch.ones(6, 1, 2), "counts": torch.ones(6, 1, dtype=torch.int64)}
+    # Client 3 is in the wrong cluster: by its model it would move, but its loss has risen.
+    state = state_of(method, engine, [0, 0, 0, 0, 1, 1], **signed)
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert after.labels.tolist() == [0, 0, 0, 0, 1, 1]
+    assert after.centers.tolist() == [[0.0, 2.0], [8.0, 3.0]]  # of clients 0 and 1, and 4 and 5
+    assert after.pending.tolist() == [False, False, True, True, False, False]
+    assert after.counts.flatten().tolist() == [1, 1, 0, 0, 1, 1]  # what they signed is of the past
+    assert after.sent_in_rounds == 12
+    assert engine.calls == [("train_member", [0, 1, 2, 3, 4, 5])]  # round 1: nobody chooses anew yet
+
+
+def test_where_all_are_alarmed_the_center_stays():
+    method, engine = FeSEM(num_clusters=2), mock(alarmed=range(6))
+    state = state_of(method, engine, [0, 0, 0, 1, 1, 1])
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert torch.equal(after.centers, state.centers)
+    assert after.pending.all()
+
+
+def test_in_the_next_round_it_chooses_by_loss():
+    method, engine = FeSEM(num_clusters=2), mock(alarmed=(3,), round=2)
+    state = state_of(method, engine, [0, 0, 0, 0, 1, 1], sent_in_rounds=100)
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert engine.calls[1:] == [("choose", [3])]
+    assert after.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert not after.pending.any()
+    assert after.sent_to_choose == 2
+    assert after.repairs == [
+        {
+            "round": 2,
+            "cluster": None,
+            "reason": "1 of 1 client(s) that chose anew, by loss, moved to another cluster",
+        }
+    ]
+    totals = engine.ledger.totals()
+    # Two models of two floats go to it, less the one it has; an index comes back.
+    assert totals["repair"]["up"] == 0
+    assert 8 <= totals["repair"]["down"] <= 16
+    assert engine.phase == "round"
+
+
+def test_without_the_guard_nobody_is_watched():
+    method, engine = FeSEM(num_clusters=2, guard=False), mock(alarmed=range(6), round=2)
+    state = state_of(method, engine, [0, 0, 0, 0, 1, 1], sent_in_rounds=100, pending=torch.ones(6, dtype=torch.bool))
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert engine.calls == [("train_member", [0, 1, 2, 3, 4, 5])]
+    assert after.labels.tolist() == [0, 0, 0, 1, 1, 1]  # by distance, as in the paper
+    assert after.centers.tolist() == [[0.0, 4.0], [8.0, 2.0]]
+    assert after.repairs == []
+    assert engine.ledger.totals()["scalars"] == 6 * 8  # samples; no payload
+
+
+@pytest.mark.parametrize("name", CENTERED)
+def test_only_rounds_with_the_guard_send_the_watch_payload(name):
+    for guard in (True, False):
+        cls = algorithms()[name]
+        small = {"iterations": 3, "pseudo_samples": 2} if name == "md_icfl" else {}
+        method = cls(num_clusters=2, guard=guard, **small)
+        trainer = trainer_of(setup_of(method, ragged_federation(9, reserve=reserved_for(method))))
+        call, seen = trainer.engine.call, set()
+
+        def spy(step, cohort, payload=None, call=call, seen=seen, engine=trainer.engine, **more):
+            seen.add((engine.phase, "watch" in (payload or {})))
+            yield from call(step, cohort, payload=payload, **more)
+
+        trainer.engine.call = spy
+        trainer.run()
+        assert (("round", True) in seen) == (guard and name != "ifca")
+        assert not {(phase, True) for phase in ("start", "repair", "evaluate")} & seen
+        kept = trainer.engine.memory_tensors()
+        assert ("value.past loss" in kept) == (guard and name != "ifca")
+
+
+# ---- the budget ----
+
+
+@pytest.mark.parametrize(("sent", "spent", "asked"), [(100, 0, 4), (100, 2, 3), (100, 7, 0), (24, 0, 0), (25, 0, 1)])
+def test_so_many_choose_as_the_budget_allows_and_the_others_wait(sent, spent, asked):
+    """8 % of the models sent in rounds; a client that chooses gets K = 2 of them."""
+    method, engine = FeSEM(num_clusters=2), mock(round=3)
+    state = state_of(
+        method,
+        engine,
+        [1, 1, 1, 0, 0, 0],
+        pending=torch.ones(6, dtype=torch.bool),
+        sent_in_rounds=sent,
+        sent_to_choose=spent,
+    )
+    after = rechosen(state, engine, engine.everyone(), RNG)
+    moved = after.labels != state.labels
+    assert int(moved.sum()) == asked
+    assert torch.equal(after.pending, ~moved)
+    assert after.sent_to_choose == spent + 2 * asked
+    if asked:  # those with the lowest keys
+        assert set(moved.nonzero().flatten().tolist()) == set(engine.keys.argsort()[:asked].tolist())
+
+
+def test_only_clients_of_the_round_choose():
+    method, engine = FeSEM(num_clusters=2), mock(round=3)
+    pending = torch.tensor([True, True, False, True, False, False])
+    state = state_of(method, engine, [1, 1, 1, 0, 0, 0], pending=pending, sent_in_rounds=1000)
+    after = rechosen(state, engine, torch.tensor([1, 2]), RNG)
+    assert engine.calls == [("choose", [1])]
+    assert after.labels.tolist() == [1, 0, 1, 0, 0, 0]
+    assert after.pending.tolist() == [True, False, False, True, False, False]
+
+
+def test_a_client_that_does_not_answer_keeps_its_label():
+    def silent(step, client, sent, watch=None):
+        raise TimeoutError("gone")
+
+    method, engine = FeSEM(num_clusters=2), MockEngine(silent, num_clients=6)
+    engine.begin(3, "round")
+    state = state_of(method, engine, [1, 1, 1, 0, 0, 0], pending=torch.ones(6, dtype=torch.bool), sent_in_rounds=1000)
+    after = rechosen(state, engine, engine.everyone(), RNG)
+    assert torch.equal(after.labels, state.labels)
+    assert after.repairs == []
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.3])
+def test_the_budget_holds_in_every_round_of_a_run_in_which_everybody_always_waits(participation):
+    trainer = trainer_of(
+        setup_of(FeSEM(num_clusters=3), ragged_federation(30), schedule=Schedule(rounds=8, participation=participation))
+    )
+    trainer._start()
+    for number in range(1, 9):
+        trainer.state = replace(trainer.state, pending=torch.ones(30, dtype=torch.bool))
+        trainer._round(number)
+        assert trainer.state.sent_to_choose <= 0.08 * trainer.state.sent_in_rounds
+    assert trainer.state.sent_to_choose > 0
+    totals = trainer.engine.ledger.totals()
+    size = trainer.engine.task.layout.size * 8
+    assert totals["up"] + totals["down"] <= trainer.state.sent_in_rounds * size
+    if not any(repair["cluster"] is not None for repair in trainer.state.repairs):
+        assert totals["repair"]["down"] <= trainer.state.sent_to_choose * size
+
+
+# ---- drift ----
+
+
+@pytest.fixture(scope="module")
+def drifting():
+    asked = {"run": {"dataset": "digits", "scenario": "rotated+drift", "clients": 40}, "scenario": {"at": [5]}}
+    federation = resolve(merge(asked)).federation()
+    assert int((federation.moves[0].view != federation.view).sum()) >= 10
+    work = SGD(lr=0.2, epochs=4)
+    return {
+        guard: coterie.run(FeSEM(guard=guard), federation, "mlp", work=work, rounds=12, seed=0, unseen=0.2)
+        for guard in (True, False)
+    }
+
+
+def test_clusters_recover_from_a_drift_at_little_cost(drifting):
+    with_guard, without = (drifting[guard]._trainer.progress.rows for guard in (True, False))
+    assert [row["ari"] for row in with_guard[:4]] == [1.0] * 4
+    assert with_guard[4]["ari"] < 1.0
+    assert with_guard[-1]["ari"] == 1.0
+    assert without[-1]["ari"] < 0.7
+
+    def sent(row):
+        return row["bytes"]["down"] + row["bytes"]["up"] + row["bytes"]["repair"]
+
+    assert sent(without[-1]) < sent(with_guard[-1]) <= 1.1 * sent(without[-1])
+
+
+def test_before_the_drift_the_guard_changes_nothing(drifting):
+    one, other = (drifting[guard]._trainer.progress for guard in (True, False))
+    for number in range(5):  # the start and rounds 1 to 4
+        assert one.labels[number].tolist() == other.labels[number].tolist()
+
+
+def test_after_a_drift_newcomers_get_a_model_of_their_kind(drifting):
+    summary = drifting[True].summary
+    assert summary["unseen"]["clients"] == 8
+    assert summary["unseen"]["ari"] == 1.0
+    assert summary["unseen"]["accuracy"]["macro"] >= summary["accuracy"]["macro"] - 0.03
+
+
+@pytest.mark.parametrize("method", [FeSEM(init="random"), FedDSMIC(init="paper")], ids=["fesem", "feddsmic"])
+def test_without_signatures_newcomers_choose_by_loss(method):
+    result = coterie.run(method, "rotated-digits", rounds=8, seed=0, unseen=0.2)
+    assert result._trainer.state.signatures.numel() == 0
+    summary = result.summary
+    assert summary["unseen"]["accuracy"]["macro"] >= summary["accuracy"]["macro"] - 0.06
