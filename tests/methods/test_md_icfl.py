@@ -220,7 +220,8 @@ def test_the_alarm_is_one_bit():
 
 
 def test_under_strong_privacy_newcomers_and_repairs_tell_no_more():
-    answers, trainer = answers_of(MDICFL(**SMALL, privacy="strong"))
+    # From noise: after five iterations from old samples, some clients would agree with the center made below.
+    answers, trainer = answers_of(MDICFL(**SMALL, privacy="strong", search_from="noise"))
     trainer.algorithm.assign(trainer.state, trainer.engine, torch.tensor([1, 2]), RNG)
     centers = trainer.state.centers.clone()
     centers[1] = 100 * RNG.at("far").normal(centers.shape[1])
@@ -364,6 +365,20 @@ def test_a_search_starts_from_the_samples_of_the_last_round():
     assert torch.equal(again, search(engine.forward, CENTERS, 2, (1,), RNG, **more))
     few = method.pseudo_data(kept, engine, Rng.seed(7), 2)  # as the exhibits want them
     assert torch.equal(few, again[:, :, :2])
+
+
+def test_after_a_repair_and_with_random_centers_a_search_starts_from_noise():
+    method = MDICFL(**SMALL, refresh=3)
+    engine, state = with_centers(method)
+    first, _ = method.pseudo(state, engine, RNG)
+    kept = replace(state, samples=first + 1)
+    for repaired_in, goes_on in [(2, True), (4, False), (5, False)]:
+        engine.begin(5, "round")
+        again, _ = method.pseudo(replace(kept, repaired_in=repaired_in), engine, RNG)
+        assert torch.equal(again, first) is not goes_on
+    paper = MDICFL(**SMALL, init="paper")
+    assert torch.equal(paper.pseudo(kept, engine, RNG)[0], first)
+    assert paper.with_samples(state, first).samples.numel() == 0
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 3, 1), (2, 2, 2, 1), (2, 2, 3, 1, 1)])

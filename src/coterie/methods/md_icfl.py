@@ -116,7 +116,7 @@ class MDICFL(CenterMethod[MDICFLState]):
         "where a round's search starts: new noise, or the samples of the last round; by default last_round, "
         "with init=paper noise",
     )
-    refresh: int = setting(10, "iterations of a search from the samples of the last round", ge=1)
+    refresh: int = setting(5, "iterations of a search from the samples of the last round", ge=1)
     prior_weight: float = setting(0.1, "weight of the prior on pseudo samples (lambda)", ge=0)
     prior_mean: float = setting(0.0, "prior mean of the inputs (mu): 0 for pixels in [-1, 1]", ge=-100, le=100)
     witness_rounds: int = setting(
@@ -203,7 +203,9 @@ class MDICFL(CenterMethod[MDICFLState]):
         more: dict[str, Any] = {} if self.iterations is None else {"iterations": self.iterations}
         wanted = (len(state.centers), engine.task.num_classes, samples, *engine.task.input_shape)
         last = state.samples[:, :, :samples] if state.samples.dim() == len(wanted) else state.samples
-        if self._goes_on and last.shape == wanted:
+        # After a repair a center is another model, and samples of the old one would speak for it.
+        repaired = state.repaired_in >= engine.round - 1
+        if self._goes_on and last.shape == wanted and not repaired:
             more |= {"start": last, "iterations": self.refresh}
         return make(
             engine.forward,
