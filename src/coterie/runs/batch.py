@@ -24,6 +24,7 @@ import torch
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation
 from coterie.engines.base import resolve_device
+from coterie.engines.settings import EngineSettings
 from coterie.errors import CoterieError, Interrupted, RunError
 from coterie.runs.execution import execute
 from coterie.runs.experiment import Experiment, resolve
@@ -32,6 +33,7 @@ from coterie.runs.observers import Listener, Several
 from coterie.runs.processes import context, start_server, usable_cores, without_ctrl_c
 from coterie.runs.settings import Tables
 from coterie.runs.trackers import trackers
+from coterie.settings import build
 
 Summary = dict[str, Any]
 SITUATION = "situation"  # the label that is also a folder
@@ -123,6 +125,8 @@ def check_cases(cases: Sequence[Case], loader: Loader) -> None:
             if case.data_key not in seen:
                 seen.add(case.data_key)
                 resolve_device(case.experiment.device)
+                if case.experiment.engine != "flower":  # whose nodes have settings of their own
+                    build(EngineSettings, case.experiment.engine_settings, "engine")
                 replace(case.experiment, data=federation).task()
         except CoterieError as error:
             if SITUATION not in dict(case.labels):
