@@ -94,6 +94,7 @@ OWN_MODEL = "model"
 """The name under which a client remembers a model of its own."""
 
 _SIGNATURE = 4096  # numbers in a signature, about
+_CLEARLY = 0.7  # a loss is clearly lower if it is less than this share of another
 
 
 @client_step("coterie.block:train")
@@ -103,9 +104,17 @@ def train(block: Block, models: Models, work: SGD) -> Answer:
 
 
 @client_step("coterie.block:choose")
-def choose(block: Block, models: Models, work: SGD) -> Answer:
-    """Choose the model with the lowest training loss."""
-    return Answer(choice=block.losses(models).argmin(1))
+def choose(block: Block, models: Models, work: SGD, own: Tensor | None = None) -> Answer:
+    """Choose the model with the lowest training loss; with `own` [c], only if it is clearly lower than that of `own`.
+
+    A negative `own` has no say.
+    """
+    losses = block.losses(models)  # [c, m]
+    least = losses.min(1)
+    if own is None:
+        return Answer(choice=least.indices)
+    at_own = losses.gather(1, own.clamp_min(0).unsqueeze(1))[:, 0]
+    return Answer(choice=torch.where((own >= 0) & (least.values >= _CLEARLY * at_own), own, least.indices))
 
 
 @client_step("coterie.block:sign")

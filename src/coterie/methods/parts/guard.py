@@ -1,8 +1,9 @@
 """The guard: finds broken clusters and clients in the wrong cluster after a round, and repairs both.
 
-A client whose loss at its center has risen (its data may have changed), or whose signature did not tell its cluster
-clearly, gets all centers once and chooses the one with the lowest loss. This may cost at most a few percent of the
-models that the rounds have sent; clients beyond that wait.
+A client whose loss at its center has risen signs again, since its data may have changed. It and clients whose signature
+did not tell their cluster clearly get all centers once and choose the one with the lowest loss, if it is clearly lower
+than that of their signature's cluster. This may cost at most a few percent of the models that the rounds have sent;
+clients beyond that wait.
 
 If a cluster is empty, or two centers are the same, the cluster whose members disagree most is split by 2-means on
 sketches of their updates, and the free center becomes the mean of one half. Every repair is recorded with round and
@@ -21,7 +22,7 @@ from coterie.methods.base import ClusterState, Repair
 from coterie.methods.parts.averaging import add_answers
 from coterie.methods.parts.centers import REST, C, CenterMethod, RoundUpdate, Watch, without_signatures
 from coterie.methods.parts.clustering import kmeans
-from coterie.methods.parts.start import choose_anew, enough_clients
+from coterie.methods.parts.start import choose_anew, enough_clients, with_signatures
 from coterie.randomness import Rng
 
 _SAME = 0.05  # centers closer than this share of a typical update are the same
@@ -35,29 +36,31 @@ def guarded(method: CenterMethod[C], before: C, update: RoundUpdate[C], engine: 
     if not method.guard:
         return after
     if method.watches_losses:
-        after = rechosen(after, engine, update.answered, rng.at("choose"))
+        after = rechosen(method, after, engine, update.answered, rng.at("choose"))
     return repaired(method, before, after, engine, update.watch, rng)
 
 
-def rechosen(state: C, engine: Engine, answered: Tensor, rng: Rng) -> C:
-    """Let pending clients that took part in the round choose their cluster anew, by loss."""
+def rechosen(method: CenterMethod[C], state: C, engine: Engine, answered: Tensor, rng: Rng) -> C:
+    """Let pending clients that took part in the round choose their cluster anew."""
     waiting = answered[state.pending[answered]]
+    each = state.num_clusters + 1  # models that a client gets: the centers, and the common one to sign at
     room = int(_SHARE * state.sent_in_rounds) - state.sent_to_choose
-    asked = waiting[engine.keys[waiting].argsort()][: max(0, room // state.num_clusters)]
+    asked = waiting[engine.keys[waiting].argsort()][: max(0, room // each)]
     if not len(asked) or engine.round < _FIRST or state.num_clusters < 2:
         return state
     engine.begin(engine.round, "repair")
-    chosen = choose_anew(state, engine, asked, rng)
+    found = choose_anew(method, state, engine, asked, rng)
     engine.begin(engine.round, "round")
     labels, pending = state.labels.clone(), state.pending.clone()
     moved = torch.zeros_like(pending)
-    moved[asked[chosen != labels[asked]]] = True
-    labels[asked], pending[asked] = chosen, False
-    sent = state.sent_to_choose + len(asked) * state.num_clusters
+    moved[asked[found.labels != labels[asked]]] = True
+    labels[asked], pending[asked] = found.labels, False
+    sent = state.sent_to_choose + len(asked) * each
     state = replace(without_signatures(state, moved), labels=labels, pending=pending, sent_to_choose=sent)
+    state = with_signatures(state, asked, found)
     if not bool(moved.any()):
         return state
-    reason = f"{int(moved.sum())} of {len(asked)} client(s) that chose anew, by loss, moved to another cluster"
+    reason = f"{int(moved.sum())} of {len(asked)} client(s) that chose anew moved to another cluster"
     return _recorded(state, None, reason, engine)
 
 

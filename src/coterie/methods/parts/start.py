@@ -21,7 +21,7 @@ from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState
 from coterie.methods.parts import signatures
 from coterie.methods.parts.averaging import Average, fits_in_memory, samples_of
-from coterie.methods.parts.centers import C, CenterMethod, has_signature
+from coterie.methods.parts.centers import C, CenterMethod, CenterState, has_signature
 from coterie.methods.parts.clustering import kmeans
 from coterie.methods.parts.signatures import Clustering, Signatures
 from coterie.nets.sketch import sketch_of
@@ -246,24 +246,26 @@ def placed(method: CenterMethod[C], state: C, engine: Engine, cohort: Tensor, rn
     found = find_clusters(method, state, engine, new, rng.at("place"))
     labels, pending = state.labels.clone(), state.pending.clone()
     labels[new], pending[new] = found.labels, found.in_doubt
-    state = replace(state, labels=labels, pending=pending)
-    if found.signatures is None or found.counts is None or len(state.signatures) != len(labels):
+    return with_signatures(replace(state, labels=labels, pending=pending), new, found)
+
+
+def with_signatures(state: C, clients: Tensor, found: Found) -> C:
+    """The state with the signatures that these clients [n] have just sent."""
+    if found.signatures is None or found.counts is None or len(state.signatures) != len(state.labels):
         return state
+    sent = found.counts.sum(1) > 0
     rows, counts = state.signatures.clone(), state.counts.clone()
-    rows[new.to(rows.device)], counts[new] = found.signatures, found.counts
+    rows[clients[sent].to(rows.device)] = found.signatures[sent.to(rows.device)]
+    counts[clients[sent]] = found.counts[sent]
     return replace(state, signatures=rows, counts=counts)
 
 
 def find_clusters(method: CenterMethod[C], state: C, engine: Engine, clients: Tensor, rng: Rng) -> Found:
-    """The clusters of clients that were not in the start: by signature, or by loss where signatures do not tell.
-
-    Signatures tell if every cluster with members has one that still holds.
-    """
+    """The clusters of clients that were not in the start: by signature, or by loss where signatures do not tell."""
     known = has_signature(state)
     labels = torch.full((len(clients),), -1, dtype=torch.int64)
     doubt = torch.zeros(len(clients), dtype=torch.bool)
-    with_members = state.labels[state.labels >= 0].unique()
-    if not len(with_members) or len(state.labels[known].unique()) < len(with_members):
+    if not signatures_tell(state):
         return Found(chosen_by_loss(state, engine, clients, rng), doubt)
     members = Signatures.of(state.signatures[known.to(state.signatures.device)], state.counts[known])
     rows = state.signatures.new_zeros(len(clients), *state.signatures.shape[1:])
@@ -285,16 +287,40 @@ def _sign(method: CenterMethod[C], state: C, engine: Engine, clients: Tensor, rn
     return engine.call(sign, clients, models=state.common.unsqueeze(0), refs=refs, rng=rng)
 
 
-def chosen_by_loss(state: ClusterState, engine: Engine, clients: Tensor, rng: Rng) -> Tensor:
-    """Clients get all centers and choose the one with the lowest loss: [n]; -1 where a client did not answer."""
+def chosen_by_loss(state: ClusterState, engine: Engine, clients: Tensor, rng: Rng, own: Tensor | None = None) -> Tensor:
+    """Clients get all centers and choose the one with the lowest loss: [n]; -1 where a client did not answer.
+
+    With `own` [n] a client takes another center than this one only if its loss is clearly lower.
+    """
     labels = torch.full((len(clients),), -1, dtype=torch.int64)
     refs = torch.arange(state.num_clusters).expand(len(clients), -1)
-    for chunk in engine.call(choose, clients, models=state.centers, refs=refs, rng=rng):
+    each = None if own is None else {"own": own.to(engine.device)}
+    for chunk in engine.call(choose, clients, models=state.centers, refs=refs, each=each, rng=rng):
         labels[chunk.positions] = chunk.answer.choice.cpu()
     return labels
 
 
-def choose_anew(state: C, engine: Engine, clients: Tensor, rng: Rng) -> Tensor:
-    """The clusters [n] that clients choose by loss; those that do not answer keep theirs."""
-    found = chosen_by_loss(state, engine, clients, rng)
-    return torch.where(found < 0, state.labels[clients], found)
+def choose_anew(method: CenterMethod[C], state: C, engine: Engine, clients: Tensor, rng: Rng) -> Found:
+    """The clusters of clients that choose anew, with the signatures that they renewed.
+
+    A client without a signature, since its data may have changed, signs again. Then all get the centers and choose by
+    loss, but take another cluster than that of their signature only if the loss there is clearly lower.
+    """
+    own = state.labels[clients].clone()
+    rows = state.signatures.new_zeros(len(clients), *state.signatures.shape[1:])
+    counts = torch.zeros(len(clients), *state.counts.shape[1:], dtype=torch.int64)
+    changed = (~has_signature(state)[clients]).nonzero().flatten()
+    own[changed] = -1
+    if len(changed) and signatures_tell(state):
+        found = find_clusters(method, state, engine, clients[changed], rng.at("sign"))
+        own[changed] = found.labels
+        if found.signatures is not None and found.counts is not None:
+            rows[changed.to(rows.device)], counts[changed] = found.signatures, found.counts
+    chosen = chosen_by_loss(state, engine, clients, rng, own)
+    return Found(torch.where(chosen < 0, state.labels[clients], chosen), torch.zeros(len(clients)).bool(), rows, counts)
+
+
+def signatures_tell(state: CenterState) -> bool:
+    """Whether every cluster with members has a signature that still holds."""
+    with_members = state.labels[state.labels >= 0].unique()
+    return len(with_members) > 0 and len(state.labels[has_signature(state)].unique()) == len(with_members)
