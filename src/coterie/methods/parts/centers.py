@@ -27,6 +27,7 @@ from coterie.settings import setting
 REST = 2  # rounds between two repairs of a cluster, so that the first can take effect
 
 _CLEARLY = 0.7  # a center is clearly nearer if its distance is less than this share of that to the present one
+_PATIENCE = 5  # rounds after a choice in which the method's rule does not ask for another
 _WIDTH = 1024  # of the sketches of updates that the guard compares
 _RISE = 1.5  # a loss has risen if it is more than so many times the past one ...
 _SLACK = 0.1  # ... plus this share of the client's first loss
@@ -67,12 +68,13 @@ def watched(block: Block, models: Models, watch: Tensor | None) -> dict[str, Ten
 class CenterState(ClusterState):
     """The centers, the clients' signatures at the common model, and what the guard remembers."""
 
-    of_clients: ClassVar[tuple[str, ...]] = ("signatures", "counts", "pending")
+    of_clients: ClassVar[tuple[str, ...]] = ("signatures", "counts", "pending", "chose_in")
     stored_as: ClassVar[dict[str, str]] = {**ClusterState.stored_as, "repaired_in": "mended_in"}
 
     signatures: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, L, D]
     counts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N, L]; all 0: no signature
     pending: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [N] should choose a center anew
+    chose_in: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N] round; 0: never
     mean_samples: float = 0.0  # mean sample count of the clients
     sent_in_rounds: int = 0  # models sent and received in rounds so far
     sent_to_choose: int = 0  # models sent so far to clients that chose anew
@@ -104,8 +106,9 @@ class CenterMethod(Averaging[C]):
 
     def empty_state(self, engine: Engine) -> C:
         """K copies of the common model; no client seen yet."""
-        pending = torch.zeros(engine.num_clients, dtype=torch.bool)
-        state: C = self.state_type.common_start(engine, self.num_clusters, pending=pending)  # type: ignore[assignment]
+        count = engine.num_clients
+        more = {"pending": torch.zeros(count, dtype=torch.bool), "chose_in": torch.zeros(count, dtype=torch.int64)}
+        state: C = self.state_type.common_start(engine, self.num_clusters, **more)  # type: ignore[assignment]
         return state
 
     def work(self, engine: Engine) -> SGD:
@@ -201,22 +204,29 @@ class RoundUpdate(Generic[C]):
         self._method, self._state, self._engine = method, state, engine
         self._average = method.average(state, engine)
         self._labels, self._pending = state.labels.clone(), state.pending.clone()
+        self._alarmed = torch.zeros_like(self._pending)
         self.answered = torch.empty(0, dtype=torch.int64)
         self.watch = Watch(engine, method.guard)
 
     def add(self, chunk: Chunk, chosen: Tensor, started: Tensor | None = None) -> None:
         """Assign the clients of a chunk to clusters [c]; -1 keeps the old label.
 
-        `started` [c] are the centers they trained from, if they chose them themselves (IFCA). A client whose loss has
-        risen keeps its label for now, and does not move a center: its data may be of another kind.
+        `started` [c] are the centers they trained from, if they chose them themselves (IFCA). With the guard, another
+        cluster is a proposal: the client keeps its label until it has chosen anew. A client whose loss has risen also
+        keeps it, and does not move a center: its data may be of another kind.
         """
         state, clients = self._state, chunk.clients
         before = state.labels[clients]
         alarm = chunk.answer.get("alarm")
         alarmed = torch.zeros(len(clients), dtype=torch.bool) if alarm is None else alarm.bool().cpu()
         chosen = torch.where((chosen < 0) | alarmed, before, chosen)
+        if self._method.watches_losses and started is None:
+            rested = self._engine.round - state.chose_in[clients] >= _PATIENCE
+            self._pending[clients] |= (chosen != before) & (before >= 0) & (rested | (state.chose_in[clients] == 0))
+            chosen = torch.where(before >= 0, before, chosen)
         self._labels[clients] = chosen
         self._pending[clients] |= alarmed
+        self._alarmed[clients] = alarmed
         weights = self._method.weights_of(chunk) * (~alarmed).to(self._engine.device)
         self._average.add(chunk.answer.params, chosen.clamp_min(0), weights)
         self.watch.add(chunk, before if started is None else started, state)
@@ -228,7 +238,7 @@ class RoundUpdate(Generic[C]):
         # A client that has moved may have other data now: its signature is of the past.
         moved = (state.labels >= 0) & (self._labels != state.labels)
         return replace(
-            without_signatures(state, moved | self._pending & ~state.pending),
+            without_signatures(state, moved | self._alarmed),
             centers=self._average.means(keep=state.centers),
             labels=self._labels,
             pending=self._pending,

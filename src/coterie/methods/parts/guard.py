@@ -1,8 +1,9 @@
 """The guard: finds broken clusters and clients in the wrong cluster after a round, and repairs both.
 
-A client whose loss at its center has risen signs again, since its data may have changed. It and clients whose signature
-did not tell their cluster clearly get all centers once and choose the one with the lowest loss, if it is clearly lower
-than that of their signature's cluster. This may cost at most a few percent of the models that the rounds have sent;
+A client whose loss at its center has risen signs again, since its data may have changed. It, clients whose signature did
+not tell their cluster clearly, and clients that the method's own rule would move get all centers once. They choose the
+one with the lowest loss, if it is clearly lower than that of their signature's cluster. So a rule that errs, as rules do
+while the centers hardly differ, cannot spoil a good start. This may cost at most a few percent of the models that the rounds have sent;
 clients beyond that wait.
 
 If a cluster is empty, or two centers are the same, the cluster whose members disagree most is split by 2-means on
@@ -20,7 +21,7 @@ from torch import Tensor
 from coterie.engines.base import Engine
 from coterie.methods.base import ClusterState, Repair
 from coterie.methods.parts.averaging import add_answers
-from coterie.methods.parts.centers import REST, C, CenterMethod, RoundUpdate, Watch, without_signatures
+from coterie.methods.parts.centers import REST, C, CenterMethod, RoundUpdate, Watch, has_signature, without_signatures
 from coterie.methods.parts.clustering import kmeans
 from coterie.methods.parts.start import choose_anew, enough_clients, with_signatures
 from coterie.randomness import Rng
@@ -43,9 +44,11 @@ def guarded(method: CenterMethod[C], before: C, update: RoundUpdate[C], engine: 
 def rechosen(method: CenterMethod[C], state: C, engine: Engine, answered: Tensor, rng: Rng) -> C:
     """Let pending clients that took part in the round choose their cluster anew."""
     waiting = answered[state.pending[answered]]
+    waiting = waiting[engine.keys[waiting].argsort()]
+    waiting = waiting[has_signature(state)[waiting].int().argsort(stable=True)]  # first those whose data has changed
     each = state.num_clusters + 1  # models that a client gets: the centers, and the common one to sign at
     room = int(_SHARE * state.sent_in_rounds) - state.sent_to_choose
-    asked = waiting[engine.keys[waiting].argsort()][: max(0, room // each)]
+    asked = waiting[: max(0, room // each)]
     if not len(asked) or engine.round < _FIRST or state.num_clusters < 2:
         return state
     engine.begin(engine.round, "repair")
@@ -55,8 +58,11 @@ def rechosen(method: CenterMethod[C], state: C, engine: Engine, answered: Tensor
     moved = torch.zeros_like(pending)
     moved[asked[found.labels != labels[asked]]] = True
     labels[asked], pending[asked] = found.labels, False
+    chose_in = state.chose_in.index_fill(0, asked, engine.round)
     sent = state.sent_to_choose + len(asked) * each
-    state = replace(without_signatures(state, moved), labels=labels, pending=pending, sent_to_choose=sent)
+    state = replace(
+        without_signatures(state, moved), labels=labels, pending=pending, chose_in=chose_in, sent_to_choose=sent
+    )
     state = with_signatures(state, asked, found)
     if not bool(moved.any()):
         return state
