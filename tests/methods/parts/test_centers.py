@@ -331,6 +331,28 @@ def test_a_new_client_that_does_not_answer_has_no_place_and_is_asked_again():
     assert asked.count(4) == 3
 
 
+def test_a_new_client_that_shares_no_class_with_anybody_chooses_by_loss():
+    """Its signature cannot be compared; without a place it would never train."""
+    signature = {1: [[0.0, 0.0], [1.0, 1.0]], 4: [[0.9, 0.1], [0.0, 0.0]]}
+    counts = {1: [0, 9], 4: [9, 0]}
+
+    def respond(step, client, sent, watch=None):
+        if step == "sign":
+            return {"signature": torch.tensor(signature[client]), "counts": torch.tensor(counts[client])}
+        return at_home(TWO_PAIRS)(step, client, sent)
+
+    method, engine = Nearest(num_clusters=2, signal="classes"), engine_of(respond, 5)
+    rows = torch.zeros(5, 2, 2)
+    rows[[2, 3], 0, 0], rows[0, 0, 1] = 1.0, 1.0
+    held = torch.tensor([[9, 0], [0, 0], [9, 0], [9, 0], [0, 0]])
+    centers = [[0.0, 1.5], [8.0, 2.0]]
+    state = state_of(method, engine, centers, [0, -1, 1, 1, -1], signatures=rows, counts=held)
+    after = method.round(state, engine, torch.tensor([1, 4]), RNG)
+    assert engine.calls == [("sign", [1, 4]), ("choose", [1]), ("train_member", [1, 4])]
+    assert after.labels.tolist() == [0, 0, 1, 1, 1]
+    assert method.assign(state, engine, torch.tensor([4, 1]), RNG).tolist() == [1, 0]
+
+
 def test_signatures_decide_only_if_every_cluster_with_members_has_one():
     method, engine = Nearest(num_clusters=3), engine_of(at_home(TWO_PAIRS), 5)
     state = replace(signed_state(method, engine, [0, 0, 1, 1, -1]), centers=torch.zeros(3, 2))

@@ -299,9 +299,35 @@ def test_after_a_drift_newcomers_get_a_model_of_their_kind(drifting):
     assert summary["unseen"]["accuracy"]["macro"] >= summary["accuracy"]["macro"] - 0.03
 
 
+def scores_of_centers(result, client):
+    """Training loss and test accuracy of a newcomer under every center, by plain torch."""
+    unseen, losses, accuracies = result.unseen, [], []
+    for center in result._trainer.state.centers:
+        named = unseen.engine.task.layout.unpack(center)
+        x, y = unseen.federation.samples(client, "train")
+        losses.append(torch.nn.functional.cross_entropy(unseen.engine.network(named, x.to(center)), y).item())
+        x, y = unseen.federation.samples(client, "test")
+        accuracies.append((unseen.engine.network(named, x.to(center)).argmax(1) == y).double().mean().item())
+    return losses, accuracies
+
+
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("method", [FeSEM(init="random"), FedDSMIC(init="paper")], ids=["fesem", "feddsmic"])
-def test_without_signatures_newcomers_choose_by_loss(method):
-    result = coterie.run(method, "rotated-digits", rounds=8, seed=0, unseen=0.2)
+def test_without_signatures_newcomers_choose_by_loss(method, seed):
+    """From random centers some kinds may have no good center. Newcomers get the best there is; where the clusters of
+    the members are right, they are as good as members.
+    """
+    result = coterie.run(method, "rotated-digits", rounds=8, seed=seed, unseen=0.2)
     assert result._trainer.state.signatures.numel() == 0
+    chosen, best = [], []
+    for client, label in enumerate(result.unseen.labels.tolist()):
+        losses, accuracies = scores_of_centers(result, client)
+        assert label == losses.index(min(losses))
+        chosen.append(accuracies[label])
+        best.append(max(accuracies))
+    assert sum(chosen) >= sum(best) - 0.02 * len(best)
     summary = result.summary
-    assert summary["unseen"]["accuracy"]["macro"] >= summary["accuracy"]["macro"] - 0.06
+    if summary["ari"] == 1.0:
+        assert summary["unseen"]["accuracy"]["macro"] >= summary["accuracy"]["macro"] - 0.03
+    # FedDSMIC finds the kinds from random centers with seed 1; FeSEM does with none of these, a known limit.
+    assert (summary["ari"] == 1.0) == (method.key == "feddsmic" and seed == 1)

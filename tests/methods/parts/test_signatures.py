@@ -62,7 +62,7 @@ def test_what_would_cluster_by_labels_is_not_what_is_compared():
     """The check of the check: k-means on the plain rows finds labels, not kinds."""
     from coterie.methods.parts.clustering import kmeans
 
-    rows, counts, true = made()
+    rows, _, true = made()
     plain = kmeans(rows.flatten(1), 3, RNG, keys_of(len(rows))).labels
     assert adjusted_rand_score(true, plain) < 0.3
 
@@ -197,7 +197,7 @@ def test_shared_classes_are_weighted_by_their_evidence():
     """
     rows = torch.tensor([[[1.0], [1.0]], [[-1.0], [1.0]], [[0.0], [-8.0]]])
     counts = torch.tensor([[2, 6], [2, 3], [0, 4]])
-    distances, comparable = pair_distances(Signatures(rows, counts.to(rows)))
+    distances, _ = pair_distances(Signatures(rows, counts.to(rows)))
     assert float(distances[0, 1]) == pytest.approx((1 * 2 + 2 * 0) / 3)
     assert float(distances[0, 2]) == pytest.approx(2.0)  # class 1 only
     apart = pair_distances(Signatures(rows[:2], torch.tensor([[2.0, 0.0], [0.0, 3.0]])))
@@ -265,7 +265,7 @@ def test_counts_of_signatures_by_update_say_nothing():
 
 
 def test_a_client_between_two_kinds_is_in_doubt():
-    rows, counts, true = made(kinds=2, members=10, held=5, noise=0.1)
+    rows, counts, _ = made(kinds=2, members=10, held=5, noise=0.1)
     counts[:] = 20
     between = (rows[2::2].mean(0) + rows[1::2].mean(0)) / 2
     rows[0] = between + Rng.seed(8).normal(5, 20)

@@ -276,6 +276,9 @@ def find_clusters(method: CenterMethod[C], state: C, engine: Engine, clients: Te
         rows[where.to(rows.device)], counts[where] = own.to(rows), held
         new = Signatures(own, held.to(own))
         labels[where], doubt[where] = signatures.nearest(new, members, state.labels[known], state.num_clusters)
+    lost = ((labels < 0) & (counts > 0).any(1)).nonzero().flatten()  # they share no class with any member
+    if len(lost):
+        labels[lost] = _chosen_by_loss(state, engine, clients[lost], rng.at("lost"))
     return Found(labels, doubt, rows, counts)
 
 
