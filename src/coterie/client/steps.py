@@ -109,12 +109,16 @@ def choose(block: Block, models: Models, work: SGD, own: Tensor | None = None) -
 
     A negative `own` has no say.
     """
-    losses = block.losses(models)  # [c, m]
+    return Answer(choice=clearly_lowest(block.losses(models), own))
+
+
+def clearly_lowest(losses: Tensor, own: Tensor | None) -> Tensor:
+    """The lowest of several losses [c, m] -> [c]; with `own` [c], only if it is clearly lower than that one."""
     least = losses.min(1)
     if own is None:
-        return Answer(choice=least.indices)
+        return least.indices
     at_own = losses.gather(1, own.clamp_min(0).unsqueeze(1))[:, 0]
-    return Answer(choice=torch.where((own >= 0) & (least.values >= _CLEARLY * at_own), own, least.indices))
+    return torch.where((own >= 0) & (least.values >= _CLEARLY * at_own), own, least.indices)
 
 
 @client_step("coterie.block:sign")

@@ -4,7 +4,9 @@ Federated Learning", Algorithm 1; called HypoCluster(K) in the FeSEM paper after
 A client downloads all K models and trains the one with the lowest loss on its own training data.
 
 The paper starts from K independent random models, and clusters may then collapse. `init="warm"` starts from a
-clustering of first models, as in the other methods (see `parts/start.py`): the server sees these models anyway.
+clustering of signatures, as in the other methods (see `parts/start.py`). With it and the guard, a client changes its
+model only if another loss is clearly lower. A center is the sample-weighted mean; the paper's is plain
+(`weighting="equal"`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from coterie.client.block import Block, Models, take
-from coterie.client.steps import Answer, ClientStep, client_step
+from coterie.client.steps import Answer, ClientStep, clearly_lowest, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
@@ -30,9 +32,9 @@ from coterie.settings import setting
 
 
 @client_step("coterie.algorithms.ifca:choose_and_train")
-def choose_and_train(block: Block, models: Models, work: SGD) -> Answer:
-    """Choose the model with the lowest training loss, and train it."""
-    choice = block.losses(models).argmin(1)  # [c]
+def choose_and_train(block: Block, models: Models, work: SGD, own: Tensor | None = None) -> Answer:
+    """Choose the model with the lowest training loss, and train it; with `own` [c], keep that one if it is close."""
+    choice = clearly_lowest(block.losses(models), own)  # [c]
     return Answer(params=block.train(take(models, choice), work), choice=choice, samples=block.samples)
 
 
@@ -68,7 +70,9 @@ class IFCA(CenterMethod[CenterState]):
         if self.average_of == "gradients":
             return self._gradient_round(state, engine, cohort, rng)
         update = RoundUpdate(self, state, engine)
-        for chunk in self._call_with_all(choose_and_train, state, engine, cohort, rng.at("train")):
+        # After a good start, losses that hardly differ must not decide: the centers are alike at first.
+        own = {"own": state.labels[cohort].to(engine.device)} if self.guard and self.init == "warm" else None
+        for chunk in self._call_with_all(choose_and_train, state, engine, cohort, rng.at("train"), own):
             choice = chunk.answer.choice.cpu()  # [c]
             update.add(chunk, choice, started=choice)
         return guarded(self, state, update, engine, rng)
@@ -89,11 +93,18 @@ class IFCA(CenterMethod[CenterState]):
         return replace(state, centers=torch.cat([moved, means[:, cut:]], dim=1), labels=labels)
 
     def _call_with_all(
-        self, step: ClientStep, state: CenterState, engine: Engine, clients: Tensor, rng: Rng
+        self,
+        step: ClientStep,
+        state: CenterState,
+        engine: Engine,
+        clients: Tensor,
+        rng: Rng,
+        each: dict[str, Tensor] | None = None,
     ) -> Iterator[Chunk]:
         """Send all K models to every client."""
         refs = torch.arange(self.num_clusters).expand(len(clients), -1)
-        return engine.call(step, clients, models=state.centers, refs=refs, work=self.work(engine), rng=rng)
+        work = self.work(engine)
+        return engine.call(step, clients, models=state.centers, refs=refs, each=each, work=work, rng=rng)
 
     @property
     def watches_losses(self) -> bool:

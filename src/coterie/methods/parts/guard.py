@@ -1,10 +1,10 @@
 """The guard: finds broken clusters and clients in the wrong cluster after a round, and repairs both.
 
-A client whose loss at its center has risen signs again, since its data may have changed. It, clients whose signature did
-not tell their cluster clearly, and clients that the method's own rule would move get all centers once. They choose the
-one with the lowest loss, if it is clearly lower than that of their signature's cluster. So a rule that errs, as rules do
-while the centers hardly differ, cannot spoil a good start. This may cost at most a few percent of the models that the rounds have sent;
-clients beyond that wait.
+A client whose loss at its center has risen signs again, since its data may have changed. It, clients whose signature
+did not tell their cluster clearly, and clients that the method's own rule would move get all centers once. They choose
+the one with the lowest loss, if it is clearly lower than that of their signature's cluster. So a rule that errs, as
+rules do while the centers hardly differ, cannot spoil a good start. This may cost at most a few percent of the models
+that the rounds have sent; clients beyond that wait.
 
 If a cluster is empty, or two centers are the same, the cluster whose members disagree most is split by 2-means on
 sketches of their updates, and the free center becomes the mean of one half. Every repair is recorded with round and

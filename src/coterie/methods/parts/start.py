@@ -278,7 +278,7 @@ def find_clusters(method: CenterMethod[C], state: C, engine: Engine, clients: Te
         labels[where], doubt[where] = signatures.nearest(new, members, state.labels[known], state.num_clusters)
     lost = ((labels < 0) & (counts > 0).any(1)).nonzero().flatten()  # they share no class with any member
     if len(lost):
-        labels[lost] = _chosen_by_loss(state, engine, clients[lost], rng.at("lost"))
+        labels[lost] = chosen_by_loss(state, engine, clients[lost], rng.at("lost"))
     return Found(labels, doubt, rows, counts)
 
 
