@@ -18,29 +18,33 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from coterie.client.block import Block, Models
-from coterie.client.steps import Answer, client_step
+from coterie.client.steps import Answer, client_step, train, train_and_sign
 from coterie.client.work import SGD
+from coterie.data.federation import Federation, Split
 from coterie.engines import make_engine
 from coterie.engines.base import Chunk, Engine
 from coterie.errors import ConfigError
 from coterie.methods.fesem import FeSEM
-from coterie.methods.parts.centers import CenterState
+from coterie.methods.parts import signatures
+from coterie.methods.parts.averaging import fits_in_memory, samples_of
 from coterie.methods.parts.clustering import CenterSums, kmeans
+from coterie.methods.parts.signatures import Signatures
+from coterie.methods.parts.start import signatures_in, warmed_up
 from coterie.nets.sketch import Sketch
-from coterie.randomness import Rng
+from coterie.randomness import Rng, uniform
 from coterie.runs.experiment import Experiment
-from coterie.runs.metrics import METRICS, of_scores
 from coterie.runs.newcomers import shuffled, split_unseen
 from coterie.runs.settings import LARGEST_K, PROBE_CLIENTS, PROBE_ROUNDS
 from coterie.settings import check
 
+HELD_OUT = 1 / 3  # share of a client's training samples that are held out
 CLEAR = 0.2  # smallest mean silhouette of useful clusters
 
 _WIDTH = 4096  # of the sketches of first models
@@ -54,12 +58,13 @@ class Row:
     """The numbers of one K; None where one is undefined."""
 
     clusters: int
-    intra_distance: float  # root mean square distance of a model to its center, in the last round
+    accuracy: float | None  # micro, of the clients' centers on their held-out samples
+    accuracy_error: float | None  # its standard error over clients
+    loss: float | None
+    intra_distance: float  # root mean square distance of a model to the mean of its cluster, in the last round
     silhouette: float | None  # mean over clients, -1 ... 1; undefined for one cluster
     gap: float | None  # undefined if every model is its own cluster
     gap_error: float | None  # its standard error s
-    valid_accuracy: float | None  # micro, of the clients' centers on their validation samples
-    valid_loss: float | None
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,26 @@ class Choice:
         return {**values, "table": list(table)}
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Scores of n clients on their held-out samples."""
+
+    samples: Tensor  # float64 [n]
+    accuracy: Tensor | None
+    loss: Tensor
+
+    @property
+    def means(self) -> tuple[float | None, float | None, float | None]:
+        w = self.samples / self.samples.sum()
+        return float((w * self.accuracy).sum()), 0.0, float((w * self.loss).sum())
+
+
+@dataclass(frozen=True)
+class Trial:
+    row: Row
+    scores: Scores
+
+
 @client_step("coterie.choose_k:validate")
 def validate(block: Block, models: Models, work: SGD) -> Answer:
     """Scores of the sent model on the client's validation samples."""
@@ -98,7 +123,7 @@ def choose_k(
     """Try K = first ... last on a sample of the clients, and recommend one.
 
     K is a property of the clients: the experiment's method plays no part. `last=None` is 8, or the number of clients if
-    that is smaller. `seed` is by default the experiment's. `observer` gets the row of each K.
+    that is smaller. `seed` is by default the experiment's. `observer` gets the row of each K, without gains.
     """
     experiment = experiment.loaded()
     check(experiment.schedule)
@@ -118,8 +143,9 @@ def choose_k(
         raise ConfigError(f"The smallest K must be at most the largest, {last}. Got {first} instead.")
     if last > len(clients):
         raise ConfigError(f"The largest K must be at most the number of clients, {len(clients)}. Got {last} instead.")
-    engine = make_engine(experiment.engine, experiment.task(), clients, experiment.device, experiment.engine_settings)
     rng = Rng.seed(seed).at("choose-k")
+    held_out = with_held_out(clients, rng.at("held out"))
+    engine = make_engine(experiment.engine, experiment.task(), held_out, experiment.device, experiment.engine_settings)
 
     start = _Start(engine, rng.at("start"))
     if len(start.clients) < last:
@@ -128,43 +154,68 @@ def choose_k(
     points = principal_coordinates(start.sketches)  # [n, d]
     keys = engine.keys[start.clients]
     references = _references(points, rng.at("references"))
-    rows = []
+    trials = []
     for k in range(first, last + 1):
         point = rng.at("K", k)
         found = kmeans(points, k, point, keys, _RESTARTS)
         gap, error = gap_statistic(found.inertia, references, k, point.at("gap"), keys)
-        state, intra = _few_rounds(k, start, found.labels, engine, rounds, point.at("rounds"))
-        accuracy, loss = _validation(state, start.clients, engine, point.at("validate"))
-        rows.append(Row(k, intra, silhouette(points, found.labels), gap, error, accuracy, loss))
+        labels = signatures.cluster(start.signatures, k, point.at("signatures"), keys, _RESTARTS).labels
+        centers, intra = _few_rounds(k, start, labels, engine, rounds, rng.at("rounds"))
+        scores = _scores(centers, labels, start.clients, engine, point.at("validate"))
+        row = Row(k, *scores.means, intra, silhouette(points, found.labels), gap, error)
+        trials.append(Trial(row, scores))
         if observer is not None:
-            observer(rows[-1])
-    recommended, reason = recommend(rows)
-    return Choice(recommended, reason, tuple(rows), len(start.clients), rounds, seed)
+            observer(row)
+    recommended, reason = recommend(trials)
+    rows = tuple(trial.compared_with(trials[recommended - first]) for trial in trials)
+    return Choice(recommended, reason, rows, len(start.clients), rounds, seed)
 
 
-# ---- FeSEM, a few rounds for each K ----
+def with_held_out(federation: Federation, rng: Rng) -> Federation:
+    """The federation with a third of each client's training samples, at least one, moved to its validation samples.
+
+    A client with a single training sample keeps it. Which samples move depends on the client's key only.
+    """
+    train, valid = [], []
+    for client, key in enumerate(rng.keys(federation.keys)):
+        rows = federation.train.rows(client)
+        count = min(max(1, round(len(rows) * HELD_OUT)), len(rows) - 1)
+        rows = rows[uniform(key, len(rows)).argsort(stable=True)]
+        train.append(rows[count:])
+        valid.append(torch.cat([federation.valid.rows(client), rows[:count]]))
+    return replace(federation, train=Split.of(train), valid=Split.of(valid))
+
+
+# ---- a few rounds for each K ----
 
 
 class _Start:
-    """Every client, trained once from the common start; the same for every K."""
+    """Every client, trained once from the common model after the warm-up, with its signature; the same for every K."""
 
     def __init__(self, engine: Engine, rng: Rng) -> None:
         self._engine, self._rng = engine, rng
+        self._method = method = FeSEM(num_clusters=1, guard=False)
         engine.begin(0, "start")
-        size = engine.num_clients * engine.task.layout.size * engine.dtype.itemsize
-        fits = size <= engine.memory_budget()
-        cut, common = engine.task.layout.num_parameters, engine.initial()
+        self.state = warmed_up(method, method.empty_state(engine), engine, rng.at("warm-up"))
+        self.common = self.state.common
+        fits = fits_in_memory(engine.num_clients, engine)
+        cut = engine.task.layout.num_parameters
         sketch = Sketch(cut, _WIDTH, rng, engine.device)
-        kept, rows, samples = [], [], []
+        kept, rows, signed, counts = [], [], [], []
         for chunk in self._train(engine.everyone()):
-            rows.append(sketch(chunk.answer.params[:, :cut] - common[:cut]))
-            samples.append(chunk.answer.samples)
+            rows.append(sketch(chunk.answer.params[:, :cut] - self.common[:cut]))
+            signature, held = signatures_in(chunk, method, self.state, engine)
+            signed.append(signature)
+            counts.append(held)
             kept.append(chunk if fits else replace(chunk, answer=Answer()))
         self._kept = kept if fits else None
         who = torch.cat([chunk.clients for chunk in kept]) if kept else torch.empty(0, dtype=torch.int64)
         self.clients, order = who.sort()  # int64 [n]: those that answered
-        self.sketches = torch.cat(rows)[order.to(engine.device)] if rows else common.new_zeros(0, 1)  # [n, D]
-        self.mean_samples = float(torch.cat(samples).double().mean()) if samples else 0.0
+        if not kept:
+            return
+        there = order.to(engine.device)
+        self.sketches = torch.cat(rows)[there]  # [n, D]
+        self.signatures = Signatures.of(torch.cat(signed)[there], torch.cat(counts)[order])
 
     def models(self) -> Iterator[Chunk]:
         """The first models. If they do not fit in memory, they are trained again with the same rng."""
@@ -174,59 +225,57 @@ class _Start:
         return self._train(self.clients)
 
     def _train(self, clients: Tensor) -> Iterator[Chunk]:
-        one = FeSEM(num_clusters=1)
-        state = CenterState.common_start(self._engine, 1)
-        return one.train_from(state, self._engine, clients, torch.zeros_like(clients), self._rng)
-
-
-@dataclass(frozen=True)
-class _Measured(FeSEM):
-    """FeSEM that records the squared distance of each model to its nearest center, and the cluster."""
-
-    nearest: list[tuple[float, int]] = field(default_factory=list)
-
-    def distances(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:
-        """As FeSEM."""
-        found = super().distances(params, state, engine)
-        least = found.min(1)
-        self.nearest.extend(zip(least.values.tolist(), least.indices.tolist(), strict=True))
-        return found
+        method, engine, rng = self._method, self._engine, self._rng.at("train")
+        if not method.signs_classes(engine):
+            return method.train_common(self.state, engine, clients, rng)
+        refs = torch.zeros_like(clients)
+        models, work = self.common.unsqueeze(0), method.work(engine)
+        return engine.call(train_and_sign, clients, models=models, refs=refs, work=work, rng=rng)
 
 
 def _few_rounds(
     k: int, start: _Start, found: Tensor, engine: Engine, rounds: int, rng: Rng
-) -> tuple[CenterState, float]:
-    """FeSEM with K centers from a clustering [n] of the first models: its state and intra-cluster distance."""
-    # Repairs would move centers after the distances are measured, and most K here are wrong on purpose.
-    method = _Measured(num_clusters=k, guard=False)
-    labels = torch.full((engine.num_clients,), -1, dtype=torch.int64)
+) -> tuple[Tensor, float]:
+    """Average in K clusters [n] that do not change: the centers [K, P], and the last intra-cluster distance."""
+    labels = torch.zeros(engine.num_clients, dtype=torch.int64)
     labels[start.clients] = found
-    state = CenterState.common_start(engine, k, mean_samples=start.mean_samples)
-    sums = CenterSums(k, like=state.centers)
-    for chunk in start.models():
-        sums.add(chunk.answer.params, labels[chunk.clients])
-    before = state = replace(state, centers=sums.means(keep=state.centers), labels=labels)
-    for number in range(1, rounds + 1):
-        engine.begin(number, "round")
-        method.nearest.clear()
-        before, state = state, method.round(state, engine, start.clients, rng.at(number))
-    # The distances are to the centers before the round: sum |w - c|^2 = sum |w - c'|^2 + n |c - c'|^2.
     cut = engine.task.layout.num_parameters
-    moved = (state.centers[:, :cut] - before.centers[:, :cut]).double().square().sum(1).cpu()  # [K]
-    total = sum(distance for distance, _ in method.nearest)
-    total -= float(moved[[cluster for _, cluster in method.nearest]].sum())
-    return state, math.sqrt(max(0.0, total) / max(1, len(method.nearest)))
+    centers = start.common.repeat(k, 1)
+    intra = 0.0
+    for number in range(rounds + 1):
+        chunks: Iterator[Chunk]
+        if number:
+            engine.begin(number, "round")
+            work, refs = engine.task.work.at(number), labels[start.clients]
+            chunks = engine.call(train, start.clients, models=centers, refs=refs, work=work, rng=rng.at(number))
+        else:
+            chunks = start.models()
+        average, plain, squared = CenterSums(k, like=centers), CenterSums(k, like=centers[:, :cut]), 0.0
+        for chunk in chunks:
+            mine, params = labels[chunk.clients], chunk.answer.params
+            average.add(params, mine, samples_of(chunk))
+            plain.add(params[:, :cut], mine)
+            squared += float((params - centers[mine])[:, :cut].double().square().sum())
+        # The distances are to the centers before the round: sum |w - c|^2 = sum |w - mean|^2 + n |c - mean|^2.
+        moved = (plain.means(keep=centers[:, :cut]) - centers[:, :cut]).double().square().sum(1)  # [K]
+        around = squared - float((plain.weights * moved).sum())
+        intra = math.sqrt(max(0.0, around) / max(1.0, float(plain.weights.sum())))
+        centers = average.means(keep=centers)
+    return centers, intra
 
 
-def _validation(state: CenterState, clients: Tensor, engine: Engine, rng: Rng) -> tuple[float | None, float | None]:
-    """Accuracy and loss of the clients' centers on their validation samples; None without such samples."""
+def _scores(centers: Tensor, labels: Tensor, clients: Tensor, engine: Engine, rng: Rng) -> Scores:
+    """The scores of the clients' centers on their held-out samples."""
     engine.begin(engine.round, "evaluate")
-    call = engine.call(validate, clients, models=state.centers, refs=state.labels[clients], rng=rng)
-    chunks = [chunk.answer for chunk in call]
-    if not chunks:
-        return None, None
-    known = of_scores({name: torch.cat([answer[name] for answer in chunks]).cpu().numpy() for name in chunks[0]})
-    return METRICS["accuracy_micro"].value(known), METRICS["loss_micro"].value(known)
+    chunks = list(engine.call(validate, clients, models=centers, refs=labels, rng=rng))
+    found: dict[str, Tensor] = {}
+    for name in ("samples", "accuracy", "loss"):
+        if chunks and name in chunks[0].answer:
+            found[name] = torch.zeros(len(clients), dtype=torch.float64)
+            for chunk in chunks:
+                found[name][chunk.positions] = chunk.answer[name].double().cpu()
+    nobody = torch.zeros(len(clients), dtype=torch.float64)
+    return Scores(found.get("samples", nobody), found.get("accuracy"), found.get("loss", nobody))
 
 
 # ---- quality of a clustering ----
