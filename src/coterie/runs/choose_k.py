@@ -444,14 +444,13 @@ def recommend(trials: Sequence[Trial]) -> tuple[int, str]:
     if trials[0].row.loss is None:
         return trials[0].row.clusters, "no client has samples to hold out, and it is the smallest K that was tried"
     place = _smallest(trials, Trial.gain_over)
-    chosen, reasons = trials[place], []
+    chosen, later = trials[place], trials[place + 1 :]
+    reasons = [f"held-out {_score(chosen)}"]
     if place:
-        reasons.append(f"its held-out {_score(chosen)} is {_gain(chosen, trials[place - 1])}")
-    later = trials[place + 1 :]
+        reasons[0] += f", {_gain(chosen, trials[place - 1])} over K = {trials[place - 1].row.clusters}"
     if later:
         best = max(later, key=lambda trial: trial.gain_over(chosen).value)
-        beaten = "no larger K is clearly better" + ("" if place else f" than its held-out {_score(chosen)}")
-        reasons.append(f"{beaten} (best: K = {best.row.clusters}, {_gain(best, chosen)})")
+        reasons.append(f"no larger K is clearly better (best: K = {best.row.clusters}, {_gain(best, chosen)})")
     else:
         reasons.append("it is the largest K that was tried, and a larger one may be better")
     if not place and chosen.row.clusters > 1:
@@ -470,14 +469,15 @@ def _smallest(trials: Sequence[Trial], gain: Callable[[Trial, Trial, int], Gain]
 
 def _score(trial: Trial) -> str:
     row = trial.row
-    return f"loss {row.loss:.4g}" if row.accuracy is None else f"accuracy {100 * row.accuracy:.1f} %"
+    return f"loss is {row.loss:.4g}" if row.accuracy is None else f"accuracy is {100 * row.accuracy:.1f} %"
 
 
 def _gain(trial: Trial, other: Trial) -> str:
     """The gain over another K with its standard error, in words."""
-    gain, is_loss = trial.gain_over(other), trial.row.accuracy is None
-    unit, scale, digits = ("in loss", -1, ".2g") if is_loss else ("points", 100, ".1f")
-    return f"{scale * gain.value:+{digits}} ±{abs(scale) * gain.error:{digits}} {unit} from K = {other.row.clusters}"
+    gain = trial.gain_over(other)
+    if trial.row.accuracy is None:
+        return f"{-gain.value:+.2g} ±{gain.error:.1g}"
+    return f"{100 * gain.value:+.1f} ±{100 * gain.error:.1f} points"
 
 
 def _second_opinions(trials: Sequence[Trial]) -> list[str]:
