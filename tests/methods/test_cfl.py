@@ -239,11 +239,12 @@ def test_who_sent_nothing_in_the_cluster_follows_its_older_update():
     assert confirmed(rows, torch.arange(16) < 7) is None  # too few have sent one
 
 
-@pytest.mark.parametrize(("groups", "clusters"), [(1, 1), (4, 4)])
-def test_with_few_clients_in_a_round_kinds_are_found(groups, clusters):
+@pytest.mark.parametrize("groups", [1, 4])
+def test_with_few_clients_in_a_round_kinds_are_found(groups):
     from coterie.runs.experiment import merge, resolve
 
     setup = resolve(merge({"run": {"seed": 0}, "scenario": {"groups": groups}}))
     data = setup.federation()
     result = coterie.run("cfl", data, setup.model, work=setup.work, rounds=40, seed=0, participation=0.2)
-    assert result.summary["clusters"] == clusters
+    assert result.summary["ari"] > 0.8  # of one kind: one cluster
+    assert result.summary["clusters"] >= groups

@@ -21,9 +21,10 @@ still has the model of both halves, and it would split for no reason. A client i
 
 Members are client ids throughout, never positions in a part of the similarity matrix. Absent members are represented by
 a sketch of the last update they sent. By thresholds, a split needs an update of every member since its cluster exists;
-a confirmed one needs those of half the members after the rest, and the others follow the half that their older update is more similar
-to. Newcomers walk down the tree of splits: at each split they train from the model that was
-split, and follow the half whose mean update is more similar to theirs.
+a confirmed one needs those of half the members, and the others follow the half that their older update is more similar
+to. Updates of different rounds differ by their age too, so with few clients in a round a kind may be split in two.
+Newcomers walk down the tree of splits: at each split they train from the model that was split, and follow the half
+whose mean update is more similar to theirs.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class CFLState(ClusterState):
 
     scale: float = 0.0  # mean norm of the updates of the first round
     updates: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, D] sketch of a client's last update
-    shown: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [N] sent one that counts
+    shown: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [N] sent one in this cluster
     born: list[int] = field(default_factory=lambda: [0])  # round in which each cluster was made, or last split
     tree: list[dict[str, int]] = field(default_factory=list)  # round, cluster, into: label of the other half
     split_models: Tensor = field(default_factory=lambda: torch.empty(0))  # [S, P] models that were split
@@ -119,8 +120,7 @@ class CFL(Averaging[CFLState]):
         def train_all() -> Iterator[Chunk]:
             return engine.call(train, asked, models=state.centers, refs=labels[asked], work=work, rng=rng.at("train"))
 
-        is_held, rest = fits_in_memory(len(asked), engine), self.rest if self.thresholds == "confirmed" else 0
-        seen = _Updates(replace(state, labels=labels), engine, is_held, rest)
+        seen = _Updates(replace(state, labels=labels), engine, is_held=fits_in_memory(len(asked), engine))
         chunks, how = seen.watched(train_all()), {"weighting": self.weighting}
         means, clients = self.averaged(chunks, labels, state.centers, engine, **how)
         if not len(clients):
@@ -276,8 +276,8 @@ def is_confirmed(rows: Tensor, leaving: Tensor, contrast: float) -> bool:
 class _Updates:
     """The updates of a round: sketches of all of them, and the models themselves where they fit in memory."""
 
-    def __init__(self, state: CFLState, engine: Engine, is_held: bool, rest: int) -> None:
-        self._state, self._engine, self._is_held, self._rest = state, engine, is_held, rest
+    def __init__(self, state: CFLState, engine: Engine, is_held: bool) -> None:
+        self._state, self._engine, self._is_held = state, engine, is_held
         self._sketches, self._norms = state.updates.clone(), state.updates.new_full((len(state.labels),), -1.0)
         self.held: list[Chunk] = []
 
@@ -295,10 +295,7 @@ class _Updates:
         """The state with the updates of this round."""
         present = self._norms >= 0
         scale = self._state.scale or float(self._norms[present].mean())
-        # Updates of a cluster that rests do not count: they show how old they are rather than their kind.
-        age = self._engine.round - torch.tensor(self._state.born)[self._state.labels.clamp_min(0)]  # [N]
-        shown = self._state.shown | present.cpu() & (age > self._rest)
-        return replace(self._state, updates=self._sketches, shown=shown, scale=scale)
+        return replace(self._state, updates=self._sketches, shown=self._state.shown | present.cpu(), scale=scale)
 
     def norms(self, members: Tensor) -> Tensor:
         """The norms of the updates of those members that are present [p]."""
