@@ -100,7 +100,9 @@ def test_intra_distance_is_that_of_models_to_the_mean_of_their_cluster():
     engine = make_engine("vectorized", setup.task(), setup.federation(), "cpu", {})
     fold = _Fold(engine, Rng.seed(0))
     assert fold._averaged(6, torch.arange(6), rounds=1)[1] == pytest.approx(0, abs=1e-6)  # everyone is its own center
-    models = torch.cat([chunk.answer.params for chunk in fold._first_models()]).double()
+    chunks = list(fold._first_models())
+    order = torch.cat([chunk.clients for chunk in chunks]).argsort()
+    models = torch.cat([chunk.answer.params for chunk in chunks])[order].double()
     apart = [models[:2] - models[:2].mean(0), models[2:] - models[2:].mean(0)]
     expected = torch.cat(apart).square().sum(1).mean().sqrt()
     assert fold._averaged(2, torch.tensor([0, 0, 1, 1, 1, 1]), rounds=0)[1] == pytest.approx(float(expected), rel=1e-5)

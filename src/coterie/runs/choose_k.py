@@ -184,7 +184,8 @@ class Trial:
 def weighted_mean(values: Tensor, weights: Tensor) -> tuple[float | None, float | None]:
     """The mean of clients' values [N] with weights [N], and its standard error over clients; None where undefined.
 
-    >>> weighted_mean(torch.tensor([0.0, 1.0, 7.0]), torch.tensor([1.0, 1.0, 0.0]))
+    >>> mean, error = weighted_mean(torch.tensor([0.0, 1.0, 7.0]), torch.tensor([1.0, 1.0, 0.0]))
+    >>> mean, round(error, 6)
     (0.5, 0.5)
     """
     values, weights = values[weights > 0].double(), weights[weights > 0].double()
