@@ -25,14 +25,17 @@ def test_json_is_one_object_with_the_recommendation_and_the_table(command: Comma
     assert [row["clusters"] for row in found["table"]] == [1, 2, 3, 4, 5]
     assert set(found["table"][0]) == {
         "clusters",
+        "accuracy",
+        "accuracy_error",
+        "loss",
         "intra_distance",
         "silhouette",
         "gap",
         "gap_error",
-        "valid_accuracy",
-        "valid_loss",
+        "gain",
+        "gain_error",
     }
-    assert found["reason"].startswith("its clusters are best separated")
+    assert found["reason"].startswith("held-out accuracy is ")
     assert found["plot"] == "choose-k-rotated-digits.png"
     assert Path(found["plot"]).read_bytes().startswith(b"\x89PNG")
     assert command("choose-k", *QUICK, "--seed", 3, "--json").json == found
@@ -42,10 +45,13 @@ def test_json_is_one_object_with_the_recommendation_and_the_table(command: Comma
 def test_a_table_and_a_sentence(command: Command):
     done = command("choose-k", *QUICK, "--from", 2, "-o", "pictures")
     assert done.code == 0
-    assert "rotated-digits: 24 clients, 1 round(s) of FeSEM for each K" in done.out
+    assert "rotated-digits: 24 clients, 1 round(s) for each K" in done.out
     rows = [line for line in done.out.splitlines() if line.startswith("│")]
     assert [line.split()[1] for line in rows] == ["2", "3", "4", "5"]
-    assert "recommended: K = 4, because its clusters are best separated: silhouette 0." in done.out
+    assert "gain over K = 4" in done.out
+    assert "+0.00 ±0.00" in rows[2]
+    assert "recommended: K = 4, because held-out accuracy is " in done.out
+    assert " points over K = 3; no larger K is clearly better (best: K = 5, " in done.out
     assert "K = 5 done" in done.err
     assert "plot: pictures/choose-k-rotated-digits.png" in done.err
     assert Path("pictures/choose-k-rotated-digits.png").exists()
@@ -55,9 +61,9 @@ def test_a_table_and_a_sentence(command: Command):
 
 
 def test_settings_of_data_model_and_work_are_taken(command: Command):
-    more = ("--set", "scenario.groups=2", "--model", "mclr", "--lr", "0.1", "--batch-size", "10", "--sample", "8")
+    more = ("--set", "scenario.groups=2", "--model", "mclr", "--lr", "0.1", "--batch-size", "10", "--sample", "16")
     found = command("choose-k", *QUICK, *more, "--json").json
-    assert (found["recommended"], found["clients"]) == (2, 8)
+    assert (found["recommended"], found["clients"]) == (2, 16)
     Path("own.toml").write_text(
         '[run]\nalgorithm = "ifca"\nclients = 20\nrounds = 90\n[algorithm]\nnum_clusters = 7\n[scenario]\ngroups = 2\n'
     )
@@ -122,7 +128,7 @@ def test_auto_chooses_before_the_run_and_keeps_the_number(command: Command):
     done = command("run", *SMALL, "--rounds", 2, "--clusters", "auto", "--set", "scenario.groups=2", "--name", "one")
     assert done.code == 0
     assert "choosing the number of clusters of rotated-digits" in done.err
-    assert "chosen: 2 clusters, because its clusters are best separated" in done.err
+    assert "chosen: 2 clusters, because held-out accuracy is " in done.err
     folder = Path("runs/one")
     assert tomllib.loads((folder / "config.toml").read_text())["algorithm"]["num_clusters"] == 2
     chosen = json.loads((folder / "artifacts/choose-k.json").read_text())

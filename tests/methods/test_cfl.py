@@ -7,7 +7,7 @@ import torch
 
 import coterie
 from coterie.engines.mock import MockEngine
-from coterie.methods.cfl import CFL
+from coterie.methods.cfl import CFL, contrast_of, is_confirmed
 from coterie.randomness import Rng, name_keys
 from tests.helpers import setup_of, trainer_of
 
@@ -31,7 +31,7 @@ def run_on(kinds, names=None, rounds=30, cohorts=None, **settings):
     engine = MockEngine(respond, num_clients=len(kinds), size=3, chunk=4)
     if names is not None:
         engine.names, engine.keys = names, name_keys(names)
-    method = CFL(**{"eps1": 0.1, "eps2": 0.15, "rest": 2, "least": 1} | settings)
+    method = CFL(**{"thresholds": "relative", "eps1": 0.1, "eps2": 0.15, "rest": 2, "least": 1} | settings)
     engine.begin(0, "start")
     state = method.start(engine.task, engine, Rng.seed(0))
     for number in range(1, rounds + 1):
@@ -146,7 +146,7 @@ def test_a_newcomer_that_does_not_answer_is_in_no_cluster():
 
 def test_where_updates_do_not_fit_the_same_models_are_asked_for_again():
     """Sketches decide, and a second, identical training adds the models into the two halves."""
-    settings = {"eps1": 10.0, "eps2": 0.01, "rest": 0, "least": 2}
+    settings = {"thresholds": "relative", "eps1": 10.0, "eps2": 0.01, "rest": 0, "least": 2}
     held, sketched = (trainer_of(setup_of(CFL(**settings))) for _ in range(2))
     sketched.engine.memory_budget = lambda: 1
     for run in (held, sketched):
@@ -184,3 +184,67 @@ def test_a_cluster_of_absent_members_is_left_alone():
     others = list(range(1, len(state.centers)))
     assert torch.equal(after.centers[others], state.centers[others])
     assert len(others) > 0
+
+
+# ---- confirmed splits ----
+
+
+def updates_of(kinds, spread=1.0, width=400, scale=1.0):
+    """Updates [m, D]: a common part, one direction for each kind, and noise."""
+    rng = Rng.seed(7)
+    ways = torch.stack([rng.at("kind", kind).normal(width) for kind in kinds])
+    noise = torch.stack([rng.at("noise", client).normal(width) for client in range(len(kinds))])
+    return scale * (0.2 * rng.at("common").normal(width) + ways + spread * noise)
+
+
+def confirmed(rows, shown=None, **settings):
+    shown = torch.ones(len(rows), dtype=torch.bool) if shown is None else shown
+    return CFL(**settings)._confirmed_halves(rows, shown, torch.arange(len(rows)))
+
+
+def test_contrast_by_hand():
+    rows = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
+    halves = torch.tensor([[True, True, False, False], [True, False, True, False]])
+    # Right halves: 1 within, -1 across. Mixed halves: -1 within; across two pairs of 1 and two of -1.
+    assert contrast_of(rows, halves).tolist() == [2.0, -1.0]
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_two_kinds_are_confirmed_and_one_is_not_whatever_the_scale(scale):
+    kinds = [0, 1, 1, 0, 1, 0, 0, 1, 0, 1]
+    assert same_partition(confirmed(updates_of(kinds, scale=scale)).long(), kinds)
+    assert confirmed(updates_of([0] * 10, scale=scale)) is None
+
+
+def test_a_contrast_that_random_halves_also_have_is_not_confirmed():
+    kinds = [0, 0, 1, 1]  # of the three ways to halve four clients, one is as good by chance: p = 1 / 3
+    assert not is_confirmed(updates_of(kinds).double(), torch.tensor([False, False, True, True]), 0.25)
+    rows, halves = updates_of([0, 1] * 5).double(), torch.tensor([False, True] * 5)
+    assert is_confirmed(rows, halves, 0.25)
+    assert not is_confirmed(rows, halves, 1.9)
+
+
+def test_members_that_move_together_are_not_split_yet():
+    kinds = [0, 1] * 6
+    together = updates_of(kinds) + 20 * Rng.seed(1).normal(400)
+    assert confirmed(together) is None
+    assert confirmed(together, small=1.0) is not None
+
+
+def test_who_sent_nothing_in_the_cluster_follows_its_older_update():
+    kinds = [0, 1] * 8
+    rows, shown = updates_of(kinds), torch.arange(16) < 10
+    rows[10:] = 3 * rows[10:] + Rng.seed(2).normal(400)  # from another model
+    assert same_partition(confirmed(rows, shown).long(), kinds)
+    assert confirmed(rows, torch.arange(16) < 7) is None  # too few have sent one
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_with_few_clients_in_a_round_kinds_are_found(groups):
+    from coterie.runs.experiment import merge, resolve
+
+    setup = resolve(merge({"run": {"seed": 0}, "scenario": {"groups": groups}}))
+    data = setup.federation()
+    result = coterie.run("cfl", data, setup.model, work=setup.work, rounds=40, seed=0, participation=0.2)
+    assert result.summary["ari"] > 0.8  # of one kind: one cluster
+    assert result.summary["clusters"] >= groups

@@ -10,18 +10,28 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from coterie.data.federation import Split
+from coterie.engines import make_engine
 from coterie.errors import ConfigError
 from coterie.methods.fesem import FeSEM
 from coterie.randomness import Rng
 from coterie.runs.choose_k import (
+    FOLDS,
+    LEAST,
     Choice,
+    Gain,
     Row,
+    Scores,
+    Trial,
+    _Fold,
     choose_k,
     first_by_gap,
+    folds_of,
     gap_statistic,
     principal_coordinates,
     recommend,
     silhouette,
+    weighted_mean,
 )
 from coterie.runs.experiment import merge, resolve
 from coterie.views import plots
@@ -32,8 +42,17 @@ def experiment(name: str = "rotated-digits", seed: int = 0, clients: int = 40, *
     return resolve(merge({"run": {"dataset": name, "seed": seed, "clients": clients, "device": "cpu"}}, tables))
 
 
-def row(clusters: int, silhouette: float | None, gap: float | None, accuracy: float | None = None) -> Row:
-    return Row(clusters, 1.0, silhouette, gap, None if gap is None else 0.05, accuracy, None)
+def row(clusters: int, silhouette: float | None = None, gap: float | None = None, accuracy: float | None = 0.5) -> Row:
+    gap_error, error = None if gap is None else 0.05, None if accuracy is None else 0.01
+    return Row(clusters, accuracy, error, 1.0, 1.0, silhouette, gap, gap_error)
+
+
+def trial(clusters: int, right: list[float], samples: list[float] | None = None, loss: float = 1.0) -> Trial:
+    """Clients with these accuracies."""
+    accuracy = torch.tensor(right, dtype=torch.float64)
+    held = torch.full_like(accuracy, 100) if samples is None else torch.tensor(samples, dtype=torch.float64)
+    scores = Scores(held, torch.full_like(accuracy, loss), accuracy)
+    return Trial(Row(clusters, *scores.means, 1.0, None, None, None), scores)
 
 
 # ---- the numbers ----
@@ -76,53 +95,163 @@ def test_the_gap_is_a_difference_of_logarithms():
     assert gap_statistic(0.5, [reference], 3, Rng.seed(0), torch.arange(3)) == (None, None)
 
 
-def test_intra_distance_is_that_of_models_to_their_mean():
+def test_intra_distance_is_that_of_models_to_the_mean_of_their_cluster():
+    setup = experiment(clients=6)
+    engine = make_engine("vectorized", setup.task(), setup.federation(), "cpu", {})
+    fold = _Fold(engine, Rng.seed(0))
+    assert fold._averaged(6, torch.arange(6), rounds=1)[1] == pytest.approx(0, abs=1e-6)  # everyone is its own center
+    chunks = list(fold._first_models())
+    order = torch.cat([chunk.clients for chunk in chunks]).argsort()
+    models = torch.cat([chunk.answer.params for chunk in chunks])[order].double()
+    apart = [models[:2] - models[:2].mean(0), models[2:] - models[2:].mean(0)]
+    expected = torch.cat(apart).square().sum(1).mean().sqrt()
+    assert fold._averaged(2, torch.tensor([0, 0, 1, 1, 1, 1]), rounds=0)[1] == pytest.approx(float(expected), rel=1e-5)
+
+
+# ---- held-out samples ----
+
+
+def test_each_sample_is_held_out_in_one_fold_and_trained_on_in_the_others():
     federation = ragged_federation(6)
-    setup = setup_of(FeSEM(num_clusters=2), federation)
-    found = [choose_k(setup, k, k, rounds=1).rows[0] for k in (1, 2, 6)]
-    assert found[-1].intra_distance == pytest.approx(0, abs=1e-6)  # everyone is its own center
-    assert found[0].intra_distance > found[1].intra_distance > 0
+    folds = folds_of(federation, Rng.seed(0))
+    assert len(folds) == FOLDS
+    for client in range(len(federation)):
+        own = torch.cat([federation.train.rows(client), federation.valid.rows(client)]).sort().values
+        assert torch.equal(torch.cat([fold.valid.rows(client) for fold in folds]).sort().values, own)
+        for fold in folds:
+            both = torch.cat([fold.train.rows(client), fold.valid.rows(client)])
+            assert torch.equal(both.sort().values, own)
+            assert len(fold.train.rows(client))
+    assert all(fold.test is federation.test for fold in folds)
+
+
+def test_a_client_with_one_sample_keeps_it_and_the_draw_depends_on_the_client_only():
+    federation = ragged_federation(6)
+    lonely = replace(federation, train=Split.of([federation.train.rows(c)[:1] for c in range(6)]))
+    lonely = replace(lonely, valid=Split.of([torch.empty(0, dtype=torch.int64)] * 6))
+    assert all(fold.train.sizes.tolist() == [1] * 6 for fold in folds_of(lonely, Rng.seed(0)))
+    order = torch.tensor([3, 0, 5, 1, 2, 4])
+    one, other = folds_of(federation, Rng.seed(0))[1], folds_of(federation.select(order), Rng.seed(0))[1]
+    assert all(torch.equal(one.valid.rows(int(c)), other.valid.rows(i)) for i, c in enumerate(order))
+
+
+def test_scores_of_folds_are_weighted_by_their_samples():
+    folds = [
+        Scores(torch.tensor([1.0, 0.0]), torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0])),
+        Scores(torch.tensor([3.0, 0.0]), torch.tensor([6.0, 0.0]), torch.tensor([0.0, 0.0])),
+    ]
+    found = Scores.summed(folds)
+    assert found.samples.tolist() == [4, 0]
+    assert found.loss.tolist() == [5, 0]
+    assert found.accuracy is not None
+    assert found.accuracy.tolist() == [0.25, 0]
+
+
+# ---- the error bar ----
+
+
+def test_the_standard_error_is_over_clients():
+    values = torch.tensor([0.1, 0.3, 0.2, 0.6])
+    mean, error = weighted_mean(values, torch.ones(4))
+    assert mean == pytest.approx(0.3)
+    assert error == pytest.approx(float(values.std()) / 2)
+    # A client with weight 0 does not count, and one client alone has no error.
+    assert weighted_mean(torch.tensor([1.0, 9.0]), torch.tensor([2.0, 0.0])) == (1.0, None)
+    assert weighted_mean(torch.ones(2), torch.zeros(2)) == (None, None)
+
+
+def test_a_gain_must_be_large_and_certain():
+    zeros, weights = torch.zeros(16), torch.ones(16)
+    noisy = torch.tensor([0.2, -0.1] * 8)  # mean 0.05, standard error 0.0387
+    found = Gain.of(zeros, noisy, weights, LEAST)
+    assert (found.value, found.error) == (pytest.approx(0.05), pytest.approx(0.15 / math.sqrt(15)))
+    assert found.bar == pytest.approx(1.7531 * found.error, rel=1e-4)  # t with 15 degrees of freedom, 5 %
+    assert not found.is_clear
+    assert Gain.of(zeros, noisy + 0.05, weights, LEAST).is_clear
+    # Of five comparisons, one is above 5 % by chance more often: the bar is that of 1 %.
+    assert Gain.of(zeros, noisy, weights, LEAST, comparisons=5).bar == pytest.approx(2.6025 * found.error, rel=1e-4)
+    assert not Gain.of(zeros, noisy + 0.03, weights, LEAST, comparisons=5).is_clear
+    assert not Gain.of(zeros, zeros + 0.004, weights, LEAST).is_clear  # certain, but less than half a point
+    assert not Gain.of(zeros[:1], zeros[:1] + 1, weights[:1], LEAST).is_clear  # one client
+
+
+def test_large_clients_do_not_decide_alone():
+    before, after = [0.5] * 10, [0.9, *[0.5] * 9]
+    skewed = [10_000.0, *[100.0] * 9]
+    gain = trial(2, after, skewed).gain_over(trial(1, before, skewed))
+    assert gain.value == pytest.approx(0.4 * (10_000 / 10_020) / (10_000 / 10_020 + 9 * 100 / 120))
+    assert not gain.is_clear
 
 
 # ---- the rule ----
 
+WIGGLE = [0.01, -0.01] * 10
 
-def test_the_best_separated_k_is_taken():
-    rows = [row(1, None, 0.1, 0.5), row(2, 0.3, 0.2, 0.8), row(3, 0.5, 0.6, 0.9), row(4, 0.4, 0.6, 0.92)]
-    assert first_by_gap(rows) == 3
-    chosen, reason = recommend(rows)
+
+def around(mean: float, share: float = 1.0) -> list[float]:
+    return [mean + share * wiggle for wiggle in WIGGLE]
+
+
+def test_the_smallest_k_that_no_larger_one_beats():
+    trials = [trial(1, around(0.5)), trial(2, around(0.8, -1)), trial(3, around(0.9)), trial(4, around(0.902, -1))]
+    chosen, reason = recommend(trials)
     assert chosen == 3
     assert reason == (
-        "its clusters are best separated: silhouette 0.50; its gap statistic is 0.60, against 0.10 at K = 1; "
-        "the gap rule agrees; validation accuracy 90.0 % (best: 92.0 % at K = 4)"
+        "held-out accuracy is 90.0 %, +10.0 ±0.5 points over K = 2; no larger K is clearly better "
+        "(best: K = 4, +0.2 ±0.5 points); second opinions: K = 1 by loss, K = 1 by silhouette"
+    )
+    rows = [one.compared_with(trials[2]) for one in trials]
+    assert [one.gain for one in rows] == [pytest.approx(x) for x in (-0.4, -0.1, 0.0, 0.002)]
+    assert rows[3].gain_error == pytest.approx(0.02 / math.sqrt(19))
+    assert rows[2].gain_error == 0
+
+
+def test_two_clusters_may_be_no_better_than_one_where_four_are():
+    trials = [trial(1, around(0.5)), trial(2, around(0.5)), trial(3, around(0.49)), trial(4, around(0.8, -1))]
+    chosen, reason = recommend(trials)
+    assert chosen == 4
+    assert "it is the largest K that was tried, and a larger one may be better" in reason
+
+
+def test_without_a_gain_k_is_one():
+    chosen, reason = recommend([trial(1, around(0.9)), trial(2, around(0.88, -1)), trial(3, around(0.901, -1))])
+    assert chosen == 1
+    assert reason.startswith(
+        "held-out accuracy is 90.0 %; no larger K is clearly better (best: K = 3, +0.1 ±0.5 points); second opinions"
     )
 
 
-def test_where_the_gap_stops_too_early_the_silhouette_does_not():
-    rows = [row(1, None, 0.1), row(2, 0.2, 0.1), row(3, 0.3, 0.3), row(4, 0.5, 0.8), row(5, 0.4, 0.7)]
-    chosen, reason = recommend(rows)
-    assert chosen == 4
-    assert "the gap rule alone would choose K = 1" in reason
+def test_the_reason_says_what_was_not_tried():
+    assert "a smaller K was not tried" in recommend([trial(2, around(0.9)), trial(3, around(0.9))])[1]
+    assert recommend([trial(3, around(0.9))]) == (3, "it is the only K that was tried")
+    nobody = [trial(k, [0.0, 0.0], [0.0, 0.0]) for k in (2, 3)]
+    assert recommend(nobody) == (2, "no client has samples to hold out, and it is the smallest K that was tried")
+    assert nobody[1].compared_with(nobody[0]).gain is None
 
 
-def test_without_clusters_k_is_one():
-    chosen, reason = recommend([row(1, None, 0.5), row(2, 0.07, 0.45), row(3, 0.05, 0.44)])
+def test_second_opinions_do_not_decide():
+    trials = [trial(1, around(0.9)), trial(2, around(0.9), loss=0.5), trial(3, around(0.9), loss=0.5)]
+    numbers = [(None, 0.1), (0.3, 0.2), (0.5, 0.6)]
+    trials = [
+        replace(one, row=replace(one.row, silhouette=s, gap=g, gap_error=0.05))
+        for one, (s, g) in zip(trials, numbers, strict=True)
+    ]
+    chosen, reason = recommend(trials)
     assert chosen == 1
-    assert "the best silhouette, 0.07 at K = 2, is below 0.2" in reason
+    assert reason.endswith("second opinions: K = 2 by loss, K = 3 by silhouette")
+    assert first_by_gap([row(1, None, 0.1), row(2, 0.3, 0.2), row(3, 0.5, 0.6), row(4, 0.4, 0.6)]) == 3
 
 
-def test_one_far_client_is_no_cluster():
-    chosen, reason = recommend([row(1, None, 0.85), row(2, 0.48, 0.75), row(3, 0.18, 0.73)])
-    assert chosen == 1
-    assert "0.75 at K = 2, where the silhouette is largest (0.48), is not above 0.85 at K = 1" in reason
+def test_without_classes_the_loss_decides():
+    def of(k: int, loss: float) -> Trial:
+        values = torch.tensor(around(loss), dtype=torch.float64)
+        scores = Scores(torch.full_like(values, 50), values)
+        return Trial(Row(k, *scores.means, 1.0, None, None, None), scores)
 
-
-def test_the_reason_says_where_the_range_was_too_small():
-    assert "it is the largest K that was tried" in recommend([row(1, None, 0.1), row(2, 0.4, 0.5)])[1]
-    chosen, reason = recommend([row(2, 0.1, 0.4), row(3, 0.05, 0.4)])
+    chosen, reason = recommend([of(1, 2.0), of(2, 1.5), of(3, 1.499)])
     assert chosen == 2
-    assert "the clusters are weak; K = 1 was not tried" in reason
-    assert recommend([row(3, 0.1, 0.4)]) == (3, "it is the only K that was tried")
+    assert reason.startswith("held-out loss is 1.5, -0.5 ±")
+    assert "by loss" not in reason
 
 
 # ---- known kinds of clients ----
@@ -135,8 +264,9 @@ def test_four_rotations_are_four_clusters(seed: int):
     assert [row.clusters for row in found.rows] == [1, 2, 3, 4, 5, 6]
     assert (found.clients, found.rounds, found.seed) == (40, 3, seed)
     best = found.rows[3]
-    assert best.valid_accuracy is not None
-    assert best.valid_accuracy > 0.9
+    assert best.accuracy is not None
+    assert best.accuracy > 0.9
+    assert (best.gain, best.gain_error) == (0, 0)
     assert found.rows[0].silhouette is None
     assert found.rows[0].intra_distance > 2 * best.intra_distance
 
@@ -148,11 +278,13 @@ def test_four_rotations_are_four_clusters(seed: int):
         ("digits", {}, 1),
         ("digits", {"scenario": {"quantity": 3.0}}, 1),
         ("rotated-digits", {"scenario": {"quantity": 3.0}}, 4),
+        ("rotated-digits", {"scenario": {"alpha": 3.0}}, 4),  # label skew: the silhouette would choose 1
+        ("rotated-digits", {"scenario": {"groups": 1, "alpha": 3.0}}, 1),
         ("synthetic", {"dataset": {"groups": 3, "shape": [1, 8, 8]}}, 3),
     ],
 )
 def test_other_kinds(dataset: str, tables: dict[str, Any], true: int):
-    assert choose_k(experiment(dataset, **tables), last=5, rounds=1).recommended == true
+    assert choose_k(experiment(dataset, **tables), last=5).recommended == true
 
 
 def test_only_the_sample_and_neither_groups_nor_test_data_matter():
@@ -184,10 +316,9 @@ def test_models_that_do_not_fit_are_trained_again_and_come_back_the_same():
     assert choose_k(small, 3, 4, rounds=1) == choose_k(large, 3, 4, rounds=1)
 
 
-def test_without_validation_samples_there_is_no_accuracy():
+def test_validation_samples_are_not_needed():
     found = choose_k(experiment(clients=8, scenario={"valid": 0.0}), 1, 3, rounds=1)
-    assert all(row.valid_accuracy is None and row.valid_loss is None for row in found.rows)
-    assert "validation" not in found.reason
+    assert all(row.accuracy is not None and row.accuracy_error is not None for row in found.rows)
 
 
 def test_clients_that_learn_nothing_are_of_one_kind():
@@ -225,15 +356,19 @@ def test_what_cannot_work_is_refused_in_one_sentence(values: dict[str, Any], sai
 
 
 def test_the_curves_show_every_k_and_mark_the_chosen_one():
-    rows = (row(1, None, 0.1, 0.5), row(2, 0.3, 0.2, 0.8), row(3, 0.2, None, 0.9))
+    rows = (row(1, None, 0.1, 0.5), row(2, 0.3, 0.2, 0.8), row(3, 0.2, None, 0.81))
     figure = plots.k_curves(Choice(2, "so", rows, 9, 3, 0))
     assert isinstance(figure, Figure)
     titles = [axes.get_title() for axes in figure.axes]
-    assert titles == ["intra-cluster distance", "silhouette", "gap statistic", "validation accuracy"]
+    assert titles == ["held-out accuracy", "intra-cluster distance", "silhouette", "gap statistic"]
     for axes in figure.axes:
         mark = next(line for line in axes.lines if line.get_gid() == "recommended")
         assert list(mark.get_xdata()) == [2, 2]
         assert list(axes.get_xticks()) == [1, 2, 3]
     assert "K = 2 is recommended (9 clients, 3 round(s) each)" in figure.texts[0].get_text()
-    blind = tuple(replace(one, valid_accuracy=None, valid_loss=1.0) for one in rows)
-    assert plots.k_curves(Choice(2, "so", blind, 9, 3, 0), dark=True).axes[3].get_title() == "validation loss"
+    bars = figure.axes[0].containers[0].lines[2][0].get_segments()
+    assert [[float(y) for _, y in bar] for bar in bars] == [
+        pytest.approx([a - 0.01, a + 0.01]) for a in (0.5, 0.8, 0.81)
+    ]
+    blind = tuple(replace(one, accuracy=None, accuracy_error=None) for one in rows)
+    assert plots.k_curves(Choice(2, "so", blind, 9, 3, 0), dark=True).axes[0].get_title() == "held-out loss"

@@ -14,7 +14,7 @@ from coterie.cli.flags import JsonFlag, QuietFlag, takes, whole
 from coterie.cli.output import file_stem, new_folder, say, stdout, table_of
 from coterie.client.settings import WorkSettings
 from coterie.errors import MissingExtra
-from coterie.runs.metrics import NUMBER, PERCENT
+from coterie.runs.metrics import NUMBER
 from coterie.runs.settings import LARGEST_K, PROBE_CLIENTS, PROBE_ROUNDS, TABLES, RunSettings, Schedule, Tables
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def choose(
     first: Annotated[int, whole("--from", "smallest K to try", ge=1)] = 1,
     last: Annotated[int | None, whole("--to", "largest K to try", f"{LARGEST_K}", ge=1)] = None,
     sample: Annotated[int, whole("--sample", "number of clients to use, at most", ge=1)] = PROBE_CLIENTS,
-    rounds: Annotated[int, whole("--rounds", "rounds of FeSEM for each K", ge=1)] = PROBE_ROUNDS,
+    rounds: Annotated[int, whole("--rounds", "rounds for each K", ge=1)] = PROBE_ROUNDS,
     tables: Tables,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the plot, choose-k-NAME.png.")] = Path(),
     json_: JsonFlag = False,
@@ -35,7 +35,7 @@ def choose(
 ) -> None:
     """Recommend a number of clusters, with the reason.
 
-    Trains some of the clients for a few rounds with each number.
+    Trains some of the clients for a few rounds with each number, and compares accuracy on samples held out.
     """
     from coterie.runs.choose_k import choose_k
     from coterie.runs.experiment import resolve
@@ -72,18 +72,32 @@ def _draw(choice: Choice, out: Path, dataset: str) -> tuple[str | None, str]:
 
 
 def _table(choice: Choice, dataset: str) -> Table:
-    heads = ("K", "intra-cluster distance", "silhouette", "gap statistic", "validation accuracy", "loss")
+    over = f"gain over K = {choice.recommended}"
+    heads = ("K", "held-out accuracy", over, "loss", "intra-cluster distance", "silhouette", "gap statistic")
+    has_classes = any(row.accuracy is not None for row in choice.rows)
     rows = []
     for row in choice.rows:
         cells = (
             str(row.clusters),
+            _percent(row.accuracy, row.accuracy_error),
+            _percent(row.gain, row.gain_error, "+") if has_classes else _number(row.gain, row.gain_error, "+.4f"),
+            _number(row.loss, None, ".4f"),
             f"{row.intra_distance:.4g}",
             NUMBER.text(row.silhouette),
-            "-" if row.gap is None else f"{row.gap:.3f} ±{row.gap_error:.3f}",
-            PERCENT.text(row.valid_accuracy),
-            "-" if row.valid_loss is None else f"{row.valid_loss:.4f}",
+            _number(row.gap, row.gap_error, ".3f"),
         )
         style = "bold green" if row.clusters == choice.recommended else ""
         rows.append([Text(cell, style) for cell in cells])
-    title = f"{dataset}: {choice.clients} clients, {choice.rounds} round(s) of FeSEM for each K"
+    title = f"{dataset}: {choice.clients} clients, {choice.rounds} round(s) for each K"
     return table_of(title, heads, rows)
+
+
+def _percent(value: float | None, error: float | None, sign: str = "") -> str:
+    """A share in percent, with its standard error if there is one."""
+    return _number(value and 100 * value, error and 100 * error, f"{sign}.2f")
+
+
+def _number(value: float | None, error: float | None, form: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:{form}}" + ("" if error is None else f" ±{error:{form.lstrip('+')}}")

@@ -8,15 +8,22 @@ is no K.
     ||mean update|| < eps1   and   max ||update|| > eps2   (and, with gamma_max, sqrt((1 - a) / 2) > gamma_max, where
                                                             a is the largest similarity across the two halves)
 
-Deviations, with reasons. By default the thresholds are relative to the mean norm of the updates in the first round
-(`thresholds="relative"`): absolute ones (0.4 and 1.6 in the author's notebook) depend on model and learning rate. A new
-cluster trains for `rest` rounds before it may split again: right after a split its updates are long, because it still
-has the model of both halves, and it would split for no reason.
+Deviations, with reasons. Absolute thresholds (0.4 and 1.6 in the author's notebook) depend on model and learning rate,
+and relative ones (`thresholds="relative"`, to the mean norm of the updates in the first round) on the dataset. By
+default (`"confirmed"`) there are none on norms: the two halves are found on one half of the numbers of the sketched
+updates, and must be confirmed on the other. There, with the mean of the members subtracted, the cosine similarity
+within the halves must exceed that across them by `contrast`, and by more than in 95 % of random halves of the same
+sizes. Two kinds differ by 0.4 to 1.0, chance differences of labels by about 0.1. The mean update must be shorter than
+`small` times the mean length of the members' updates. All of this is free of scale.
 
-Members are client ids throughout, never positions in a part of the similarity matrix. A split needs an update of every
-member: those of the cohort send theirs, and absent members are represented by a sketch of the last update they sent
-since their cluster exists. Newcomers walk down the tree of splits: at each split they train from the model that was
-split, and follow the half whose mean update is more similar to theirs.
+A new cluster trains for `rest` rounds before it may split again: right after a split its updates are long, because it
+still has the model of both halves, and it would split for no reason. A client is never reassigned: a wrong split stays.
+
+Members are client ids throughout, never positions in a part of the similarity matrix. Absent members are represented by
+a sketch of the last update they sent. By thresholds, a split needs an update of every member since its cluster exists;
+a confirmed one needs those of half the members, and the others follow the half that their older update is more similar
+to. Updates of different rounds differ by their age too, so with few clients in a round a kind may be split in two.
+Newcomers get all centers and choose by loss.
 """
 
 from __future__ import annotations
@@ -37,11 +44,13 @@ from coterie.client.task import Task
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState, Repair, register
 from coterie.methods.parts.averaging import Averaging, fits_in_memory
+from coterie.methods.parts.start import chosen_by_loss
 from coterie.nets.sketch import Sketch, sketch_of
 from coterie.randomness import Rng
 from coterie.settings import setting
 
 _WIDTH = 4096  # of the sketches that represent absent members
+_PERMUTATIONS, _RISK = 999, 0.05  # of the test that confirms a split
 
 
 @dataclass(frozen=True)
@@ -55,8 +64,6 @@ class CFLState(ClusterState):
     shown: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [N] sent one in this cluster
     born: list[int] = field(default_factory=lambda: [0])  # round in which each cluster was made, or last split
     tree: list[dict[str, int]] = field(default_factory=list)  # round, cluster, into: label of the other half
-    split_models: Tensor = field(default_factory=lambda: torch.empty(0))  # [S, P] models that were split
-    split_ways: Tensor = field(default_factory=lambda: torch.empty(0))  # [S, 2, D] mean update of those who stay, leave
 
 
 @register
@@ -69,11 +76,19 @@ class CFL(Averaging[CFLState]):
     state_type: ClassVar[type[ClusterState]] = CFLState
 
     weighting: Literal["samples", "equal"] = setting("samples", "weight of a client in its cluster's mean")
-    thresholds: Literal["relative", "absolute"] = setting(
-        "relative", "whether eps1 and eps2 are relative to the norm of the first updates"
+    thresholds: Literal["confirmed", "relative", "absolute"] = setting(
+        "confirmed",
+        "split if the two halves are confirmed on other numbers of the updates (contrast, small), or by eps1 and eps2: "
+        "relative to the norm of the first updates, or absolute",
     )
-    eps1: float = setting(0.2, "split only if the norm of the mean update is smaller", gt=0)
-    eps2: float = setting(0.35, "split only if the largest norm of an update is larger", gt=0)
+    contrast: float = setting(
+        0.25, "confirmed: split only if updates are more similar within halves than across by this much", ge=0, le=2
+    )
+    small: float = setting(
+        0.7, "confirmed: split only if the mean update is shorter than this share of the members' mean length", gt=0
+    )
+    eps1: float = setting(0.2, "by thresholds: split only if the norm of the mean update is smaller", gt=0)
+    eps2: float = setting(0.35, "by thresholds: split only if the largest norm of an update is larger", gt=0)
     gamma_max: float = setting(
         0.0, "split only if the halves differ by more than this (the paper's criterion); 0: any", ge=0, le=1
     )
@@ -90,8 +105,6 @@ class CFL(Averaging[CFLState]):
             num_clusters=1,
             updates=common.new_zeros(engine.num_clients, width),
             shown=torch.zeros(engine.num_clients, dtype=torch.bool),
-            split_models=common.new_zeros(0, task.layout.size),
-            split_ways=common.new_zeros(0, 2, width),
         )
 
     def round(self, state: CFLState, engine: Engine, cohort: Tensor, rng: Rng) -> CFLState:
@@ -129,20 +142,49 @@ class CFL(Averaging[CFLState]):
     def _split(self, seen: _Updates, mean_norms: Tensor, engine: Engine) -> CFLState:
         """The state after all splits that are due; a new cluster starts with the model that was split."""
         state = seen.state()
-        unit = state.scale if self.thresholds == "relative" else 1.0
         for cluster, mean_norm in enumerate(mean_norms.tolist()):
             members = (state.labels == cluster).nonzero().flatten()  # client ids
-            norms = seen.norms(members)
             if len(state.centers) >= self.max_clusters or engine.round - state.born[cluster] <= self.rest:
                 continue
-            if len(members) < 2 * self.least or not len(norms) or not bool(state.shown[members].all()):
+            if len(members) < 2 * self.least or not len(seen.norms(members)):
                 continue
-            if mean_norm >= self.eps1 * unit or float(norms.max()) <= self.eps2 * unit:
-                continue
-            leaving = self._two_halves(seen.rows(members, cluster), engine.keys[members])
+            if self.thresholds == "confirmed":
+                leaving = self._confirmed_halves(state.updates[members], state.shown[members], engine.keys[members])
+            else:
+                leaving = self._halves_by_thresholds(seen, state, cluster, members, mean_norm, engine)
             if leaving is not None:
                 state = self._with_split(state, cluster, members, leaving, engine)
         return state
+
+    def _halves_by_thresholds(
+        self, seen: _Updates, state: CFLState, cluster: int, members: Tensor, mean_norm: float, engine: Engine
+    ) -> Tensor | None:
+        """Which members [m] leave by eps1 and eps2; None if they should stay together."""
+        unit = state.scale if self.thresholds == "relative" else 1.0
+        if not bool(state.shown[members].all()):
+            return None
+        if mean_norm >= self.eps1 * unit or float(seen.norms(members).max()) <= self.eps2 * unit:
+            return None
+        return self._two_halves(seen.rows(members, cluster), engine.keys[members])
+
+    def _confirmed_halves(self, rows: Tensor, shown: Tensor, keys: Tensor) -> Tensor | None:
+        """Which members [m] leave, if halves on the even numbers of their sketches [m, D] hold on the odd ones."""
+        recent = rows[shown.to(rows.device)].double().cpu()
+        if 2 * len(recent) < len(rows) or len(recent) < 2 * self.least:
+            return None
+        if float(recent.mean(0).norm()) >= self.small * float(recent.norm(dim=1).mean()):
+            return None
+        leaving = self._two_halves(recent[:, ::2], keys[shown])
+        if leaving is None or not is_confirmed(recent[:, 1::2], leaving, self.contrast):
+            return None
+        everyone = torch.zeros_like(shown)
+        everyone[shown] = leaving
+        # Those who sent nothing yet in this cluster: by their update from the model before.
+        ways = torch.stack([recent[~leaving].mean(0), recent[leaving].mean(0)]) - recent.mean(0)
+        old = rows[(~shown).to(rows.device)].double().cpu()
+        similarity = (old - old.mean(0)) @ normalize(ways, dim=1).T if len(old) else old.new_zeros(0, 2)
+        everyone[~shown] = similarity[:, 1] > similarity[:, 0]
+        return everyone
 
     def _two_halves(self, rows: Tensor, keys: Tensor) -> Tensor | None:
         """Which members [m] leave: the smaller half by complete linkage; None if they should stay together."""
@@ -169,8 +211,6 @@ class CFL(Averaging[CFLState]):
         labels, shown = state.labels.clone(), state.shown.clone()
         labels[members[leaving]] = fresh
         shown[members] = False
-        rows = state.updates[members]
-        ways = torch.stack([rows[~leaving].mean(0), rows[leaving].mean(0)])
         born = [engine.round if k == cluster else then for k, then in enumerate(state.born)]
         split = {"round": engine.round, "cluster": cluster, "into": fresh}
         counts = [int((~leaving).sum()), int(leaving.sum())]
@@ -183,27 +223,32 @@ class CFL(Averaging[CFLState]):
             born=[*born, engine.round],
             tree=[*state.tree, split],
             repairs=[*state.repairs, Repair(round=engine.round, cluster=fresh, reason=reason)],
-            split_models=torch.cat([state.split_models, state.centers[cluster].unsqueeze(0)]),
-            split_ways=torch.cat([state.split_ways, ways.unsqueeze(0)]),
         )
 
     def assign(self, state: CFLState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
-        """Walk down the tree of splits, by the direction of each newcomer's update."""
-        labels = torch.zeros(len(newcomers), dtype=torch.int64)
-        cut, sketch = engine.task.layout.num_parameters, _sketch(engine)
-        for number, split in enumerate(state.tree):
-            here = (labels == split["cluster"]).nonzero().flatten()
-            if not len(here):
-                continue
-            model, ways = state.split_models[number], normalize(state.split_ways[number], dim=1)
-            refs, calls = torch.zeros(len(here), dtype=torch.int64), rng.at("walk", number)
-            labels[here] = -1  # a newcomer that does not answer is in no cluster
-            for chunk in engine.call(train, newcomers[here], models=model.unsqueeze(0), refs=refs, rng=calls):
-                update = sketch(chunk.answer.params[:, :cut] - model[:cut])
-                similarity = normalize(update, dim=1) @ ways.T  # [c, 2]
-                leaves = (similarity[:, 1] > similarity[:, 0]).cpu()
-                labels[here[chunk.positions]] = torch.where(leaves, split["into"], split["cluster"])
-        return labels
+        """A newcomer gets all centers and chooses by loss: the models that were split are of the past."""
+        return chosen_by_loss(state, engine, newcomers, rng)
+
+
+def contrast_of(rows: Tensor, leaving: Tensor) -> Tensor:
+    """How much more similar updates [m, D] are within halves than across, for each row of halves [h, m]: [h]."""
+    around = normalize(rows - rows.mean(0), dim=1)
+    similar = (around @ around.T).fill_diagonal_(0)  # [m, m]
+    side = leaving.to(rows)
+    counts = torch.stack([side.sum(1), (1 - side).sum(1)])  # [2, h]
+    across = torch.einsum("hi,ij,hj->h", side, similar, 1 - side)
+    within = similar.sum() / 2 - across
+    pairs = (counts * (counts - 1) / 2).sum(0)
+    return within / pairs.clamp_min(1) - across / counts.prod(0).clamp_min(1)
+
+
+def is_confirmed(rows: Tensor, leaving: Tensor, contrast: float) -> bool:
+    """Whether halves [m] that were found elsewhere hold on updates [m, D]: by contrast, and by a permutation test."""
+    luck = Rng.seed(0).at("cfl", "permutations").uniform(_PERMUTATIONS, len(rows)).argsort(dim=1)
+    random = leaving[luck]  # [h, m] halves of the same sizes
+    found = float(contrast_of(rows, leaving.unsqueeze(0))[0])
+    as_good = int((contrast_of(rows, random) >= found - 1e-12).sum())
+    return found >= contrast and (1 + as_good) / (1 + _PERMUTATIONS) <= _RISK
 
 
 class _Updates:

@@ -30,7 +30,7 @@ from coterie.errors import ConfigError
 from coterie.methods.base import Personal, register
 from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate
 from coterie.methods.parts.guard import guarded
-from coterie.methods.parts.start import placed, random_start, warm_start
+from coterie.methods.parts.start import find_clusters, placed, random_start, warm_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -73,6 +73,10 @@ class FedDS(CenterMethod[CenterState]):
         for chunk in self.train(state, engine, cohort, rng.at("train")):
             update.add(chunk, self.divergences(chunk.answer.params, centers, engine).argmin(1).cpu())
         return guarded(self, state, update, engine, rng)
+
+    def assign(self, state: CenterState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+        """A newcomer signs and joins the cluster of the nearest signatures; if they do not tell, it chooses by loss."""
+        return find_clusters(self, state, engine, newcomers, rng).labels
 
     def log_probabilities(self, models: Tensor, engine: Engine) -> Tensor:
         """Predictions of models [c, P] for the indicator samples: [c, R, L]."""

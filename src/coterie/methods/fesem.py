@@ -12,8 +12,8 @@ Deviations, with reasons:
 - A center is the sample-weighted mean (`weighting="equal"` is Eq. 9): with equal weights, clients with few samples,
   whose models hardly move, hold their center back. With partial participation it is the mean over the cohort's members;
   the paper has full participation.
-- With the guard, a client moves only to a clearly nearer center: where centers are closer together than updates are
-  long, the nearest one is a matter of chance.
+- After a warm start and with the guard, a client moves only to a clearly nearer center, and if its loss agrees: where
+  centers are closer together than updates are long, the nearest one is a matter of chance.
 - Cosine distance is between updates from the common model, since all models of a run point in nearly the same
   direction.
 
@@ -38,7 +38,7 @@ from coterie.methods.base import register
 from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate, clearly_nearest, watched
 from coterie.methods.parts.clustering import cosine_distances, squared_distances
 from coterie.methods.parts.guard import guarded
-from coterie.methods.parts.start import first_models_start, placed, random_start, warm_start
+from coterie.methods.parts.start import find_clusters, first_models_start, placed, random_start, warm_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -95,7 +95,7 @@ class FeSEM(CenterMethod[CenterState]):
         for chunk in self.train(state, engine, cohort, rng.at("train")):
             distances = self.distances(chunk.answer.params, state, engine)  # [c, K]
             own = state.labels[chunk.clients]
-            update.add(chunk, (clearly_nearest(distances, own) if self.guard else distances.argmin(1)).cpu())
+            update.add(chunk, (clearly_nearest(distances, own) if self.protects_start else distances.argmin(1)).cpu())
         return self._with_stable_rounds(state, guarded(self, state, update, engine, rng))
 
     def distances(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:
@@ -105,6 +105,10 @@ class FeSEM(CenterMethod[CenterState]):
             return squared_distances(params[:, columns], state.centers[:, columns])
         common = state.common[columns]
         return cosine_distances(params[:, columns] - common, state.centers[:, columns] - common)
+
+    def assign(self, state: CenterState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+        """A newcomer signs and joins the cluster of the nearest signatures; if they do not tell, it chooses by loss."""
+        return find_clusters(self, state, engine, newcomers, rng).labels
 
     def signature(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:
         """The update of the layers that the distance compares; for cosine, of norm one."""

@@ -71,7 +71,7 @@ class IFCA(CenterMethod[CenterState]):
             return self._gradient_round(state, engine, cohort, rng)
         update = RoundUpdate(self, state, engine)
         # After a good start, losses that hardly differ must not decide: the centers are alike at first.
-        own = {"own": state.labels[cohort].to(engine.device)} if self.guard and self.init == "warm" else None
+        own = {"own": state.labels[cohort].to(engine.device)} if self.protects_start else None
         for chunk in self._call_with_all(choose_and_train, state, engine, cohort, rng.at("train"), own):
             choice = chunk.answer.choice.cpu()  # [c]
             update.add(chunk, choice, started=choice)

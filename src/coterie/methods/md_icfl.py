@@ -41,7 +41,7 @@ from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate
 from coterie.methods.parts.clustering import CenterSums
 from coterie.methods.parts.guard import guarded
 from coterie.methods.parts.pseudo import class_distances, generate, probabilities, search
-from coterie.methods.parts.start import placed, random_start, warm_start
+from coterie.methods.parts.start import find_clusters, placed, random_start, warm_start
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -181,6 +181,10 @@ class MDICFL(CenterMethod[MDICFLState]):
         for reply in engine.call(nearest, chunk.clients, each=each, rng=rng.at("nearest")):
             chosen[reply.positions] = reply.answer.choice.cpu()
         return chosen
+
+    def assign(self, state: MDICFLState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+        """A newcomer signs and joins the cluster of the nearest signatures; if they do not tell, it chooses by loss."""
+        return find_clusters(self, state, engine, newcomers, rng).labels
 
     def member_step(self, state: MDICFLState, engine: Engine) -> tuple[ClientStep, dict[str, Tensor]]:
         """Clients send their model, and under weak privacy their label counts."""

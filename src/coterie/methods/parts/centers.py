@@ -157,15 +157,14 @@ class CenterMethod(Averaging[C]):
         return samples if self.weighting == "samples" else torch.ones_like(samples)
 
     @property
+    def protects_start(self) -> bool:
+        """Whether clients confirm what the method's rule proposes. From a random start, the rule must be free."""
+        return self.guard and self.init == "warm"
+
+    @property
     def watches_losses(self) -> bool:
         """Whether clients tell when their loss has risen, and then choose anew."""
         return self.guard
-
-    def assign(self, state: C, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
-        """A newcomer signs and joins the cluster of the nearest signatures; without those it chooses by loss."""
-        from coterie.methods.parts.start import find_clusters
-
-        return find_clusters(self, state, engine, newcomers, rng).labels
 
 
 # ---- a round ----
@@ -211,16 +210,16 @@ class RoundUpdate(Generic[C]):
     def add(self, chunk: Chunk, chosen: Tensor, started: Tensor | None = None) -> None:
         """Assign the clients of a chunk to clusters [c]; -1 keeps the old label.
 
-        `started` [c] are the centers they trained from, if they chose them themselves (IFCA). With the guard, another
-        cluster is a proposal: the client keeps its label until it has chosen anew. A client whose loss has risen also
-        keeps it, and does not move a center: its data may be of another kind.
+        `started` [c] are the centers they trained from, if they chose them themselves (IFCA). After a
+        warm start and with the guard, another cluster is a proposal: the client keeps its label until it has chosen
+        anew. A client whose loss has risen also keeps it, and does not move a center: its data may be of another kind.
         """
         state, clients = self._state, chunk.clients
         before = state.labels[clients]
         alarm = chunk.answer.get("alarm")
         alarmed = torch.zeros(len(clients), dtype=torch.bool) if alarm is None else alarm.bool().cpu()
         chosen = torch.where((chosen < 0) | alarmed, before, chosen)
-        if self._method.watches_losses and started is None:
+        if self._method.protects_start and started is None:
             rested = self._engine.round - state.chose_in[clients] >= _PATIENCE
             self._pending[clients] |= (chosen != before) & (before >= 0) & (rested | (state.chose_in[clients] == 0))
             chosen = torch.where(before >= 0, before, chosen)

@@ -73,16 +73,20 @@ def curves(
 
 
 def k_curves(choice: Choice, *, dark: bool = False) -> Figure:
-    """What `choose-k` measured for each K: four curves, with the recommended K marked."""
+    """What `choose-k` measured for each K: the curve that decides, then the others; the recommended K is marked."""
     theme, rows = DARK if dark else LIGHT, choice.rows
-    has_accuracy = any(row.valid_accuracy is not None for row in rows)
+    has_accuracy = any(row.accuracy is not None for row in rows)
     measured: dict[str, Sequence[float | None]] = {
+        "held-out accuracy" if has_accuracy else "held-out loss": [
+            row.accuracy if has_accuracy else row.loss for row in rows
+        ],
         "intra-cluster distance": [row.intra_distance for row in rows],
         "silhouette": [row.silhouette for row in rows],
         "gap statistic": [row.gap for row in rows],
-        "validation accuracy" if has_accuracy else "validation loss": [
-            row.valid_accuracy if has_accuracy else row.valid_loss for row in rows
-        ],
+    }
+    errors = {
+        "held-out accuracy": [row.accuracy_error or 0.0 for row in rows],
+        "gap statistic": [row.gap_error or 0.0 for row in rows],
     }
     how = f"{choice.clients:,} clients, {choice.rounds} round(s) each"
     title = f"number of clusters: K = {choice.recommended} is recommended ({how})"
@@ -93,7 +97,7 @@ def k_curves(choice: Choice, *, dark: bool = False) -> Figure:
         axes.errorbar(
             numbers,
             [np.nan if value is None else value for value in values],
-            yerr=[row.gap_error or 0.0 for row in rows] if name == "gap statistic" else None,
+            yerr=errors.get(name),
             color=colour(0),
             marker="o",
             markersize=4,
