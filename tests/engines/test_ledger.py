@@ -154,9 +154,9 @@ def test_totals_are_those_of_rounds_with_start_and_evaluation_apart():
         "evaluate": {"down": 96, "up": 0, "scalars": 16},
         "gradients": {"start": 0, "round": 0, "repair": 0, "evaluate": 0},
         "by_step": {
-            "evaluate/evaluate": {"down": 96, "up": 0, "scalars": 16, "messages": 4, "gradients": 0},
-            "round/train": {"down": 96, "up": 96, "scalars": 16, "messages": 4, "gradients": 0},
-            "start/look": {"down": 48, "up": 0, "scalars": 0, "messages": 2, "gradients": 0},
+            "evaluate/evaluate": {"down": 96, "up": 0, "scalars": 16, "messages": 4, "gradients": 0, "largest_call": 2},
+            "round/train": {"down": 96, "up": 96, "scalars": 16, "messages": 4, "gradients": 0, "largest_call": 2},
+            "start/look": {"down": 48, "up": 0, "scalars": 0, "messages": 2, "gradients": 0, "largest_call": 2},
         },
     }
 

@@ -55,6 +55,8 @@ class Ledger:
         """Rows `refs` of a table of models, sent to clients [C] of a population."""
         if not len(clients):
             return
+        entry = self._entry(phase, step)
+        entry["largest_call"] = max(entry.get("largest_call", 0), len(clients))  # clients asked at once
         prints = fingerprints(models)
         wanted = refs.cpu().numpy().reshape(len(clients), -1)  # [C, m]
         for number in set(prints):
@@ -63,7 +65,7 @@ class Ledger:
             seen = self._seen.setdefault((phase, number), np.zeros(population, dtype=bool))
             if len(seen) < population:  # clients have joined since
                 seen = self._seen[phase, number] = np.pad(seen, (0, population - len(seen)))
-            self._entry(phase, step)["down"] += int((~seen[asked]).sum()) * models[0].numel() * models.element_size()
+            entry["down"] += int((~seen[asked]).sum()) * models[0].numel() * models.element_size()
             seen[asked] = True
 
     def record_payload(
