@@ -53,7 +53,9 @@ def test_the_smallest_change_and_the_order_of_entries_tell():
 def test_one_model_each():
     ledger = Ledger()
     send(ledger, table(1, 2), [0, 1, 0])
-    assert ledger.entries == {"round/train": {"down": 3 * 24, "up": 0, "scalars": 0, "messages": 3, "gradients": 0}}
+    assert ledger.entries == {
+        "round/train": {"down": 3 * 24, "up": 0, "scalars": 0, "messages": 3, "gradients": 0, "largest_call": 3}
+    }
 
 
 def test_several_models_each():

@@ -24,10 +24,10 @@ from coterie.nets.sketch import sketch_of
 from coterie.randomness import Rng
 from coterie.settings import setting
 
+PATIENCE = 5  # rounds after a choice in which the method's rule does not ask for another
 REST = 2  # rounds between two repairs of a cluster, so that the first can take effect
 
 _CLEARLY = 0.7  # a center is clearly nearer if its distance is less than this share of that to the present one
-_PATIENCE = 5  # rounds after a choice in which the method's rule does not ask for another
 _WIDTH = 1024  # of the sketches of updates that the guard compares
 _RISE = 1.5  # a loss has risen if it is more than so many times the past one ...
 _SLACK = 0.1  # ... plus this share of the client's first loss
@@ -68,12 +68,13 @@ def watched(block: Block, models: Models, watch: Tensor | None) -> dict[str, Ten
 class CenterState(ClusterState):
     """The centers, the clients' signatures at the common model, and what the guard remembers."""
 
-    of_clients: ClassVar[tuple[str, ...]] = ("signatures", "counts", "pending", "chose_in")
+    of_clients: ClassVar[tuple[str, ...]] = ("signatures", "counts", "pending", "alarmed", "chose_in")
     stored_as: ClassVar[dict[str, str]] = {**ClusterState.stored_as, "repaired_in": "mended_in"}
 
     signatures: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, L, D]
     counts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N, L]; all 0: no signature
     pending: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [N] should choose a center anew
+    alarmed: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [N] pending, its loss has risen
     chose_in: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N] round; 0: never
     mean_samples: float = 0.0  # mean sample count of the clients
     sent_in_rounds: int = 0  # models sent and received in rounds so far
@@ -107,7 +108,8 @@ class CenterMethod(Averaging[C]):
     def empty_state(self, engine: Engine) -> C:
         """K copies of the common model; no client seen yet."""
         count = engine.num_clients
-        more = {"pending": torch.zeros(count, dtype=torch.bool), "chose_in": torch.zeros(count, dtype=torch.int64)}
+        more = {name: torch.zeros(count, dtype=torch.bool) for name in ("pending", "alarmed")}
+        more["chose_in"] = torch.zeros(count, dtype=torch.int64)
         state: C = self.state_type.common_start(engine, self.num_clusters, **more)  # type: ignore[assignment]
         return state
 
@@ -203,7 +205,7 @@ class RoundUpdate(Generic[C]):
         self._method, self._state, self._engine = method, state, engine
         self._average = method.average(state, engine)
         self._labels, self._pending = state.labels.clone(), state.pending.clone()
-        self._alarmed = torch.zeros_like(self._pending)
+        self._alarmed = state.alarmed.clone()
         self.answered = torch.empty(0, dtype=torch.int64)
         self.watch = Watch(engine, method.guard)
 
@@ -220,12 +222,12 @@ class RoundUpdate(Generic[C]):
         alarmed = torch.zeros(len(clients), dtype=torch.bool) if alarm is None else alarm.bool().cpu()
         chosen = torch.where((chosen < 0) | alarmed, before, chosen)
         if self._method.protects_start and started is None:
-            rested = self._engine.round - state.chose_in[clients] >= _PATIENCE
+            rested = self._engine.round - state.chose_in[clients] >= PATIENCE
             self._pending[clients] |= (chosen != before) & (before >= 0) & (rested | (state.chose_in[clients] == 0))
             chosen = torch.where(before >= 0, before, chosen)
         self._labels[clients] = chosen
         self._pending[clients] |= alarmed
-        self._alarmed[clients] = alarmed
+        self._alarmed[clients] |= alarmed
         weights = self._method.weights_of(chunk) * (~alarmed).to(self._engine.device)
         self._average.add(chunk.answer.params, chosen.clamp_min(0), weights)
         self.watch.add(chunk, before if started is None else started, state)
@@ -237,10 +239,11 @@ class RoundUpdate(Generic[C]):
         # A client that has moved may have other data now: its signature is of the past.
         moved = (state.labels >= 0) & (self._labels != state.labels)
         return replace(
-            without_signatures(state, moved | self._alarmed),
+            without_signatures(state, moved),
             centers=self._average.means(keep=state.centers),
             labels=self._labels,
             pending=self._pending,
+            alarmed=self._alarmed,
             sent_in_rounds=state.sent_in_rounds + 2 * len(self.answered),
             **changes,
         )

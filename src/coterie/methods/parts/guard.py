@@ -1,10 +1,11 @@
 """The guard: finds broken clusters and clients in the wrong cluster after a round, and repairs both.
 
-A client whose loss at its center has risen signs again, since its data may have changed. It, clients whose signature
-did not tell their cluster clearly, and clients that the method's own rule would move get all centers once. They choose
-the one with the lowest loss, if it is clearly lower than that of their signature's cluster. So a rule that errs, as
-rules do while the centers hardly differ, cannot spoil a good start. This may cost at most a few percent of the models
-that the rounds have sent; clients beyond that wait.
+A client whose loss at its center has risen signs again; if its signature is as before, only the center has changed,
+and it stays. Otherwise it gets all centers once, and so do clients whose signature did not tell their cluster clearly or
+tells another one, and clients that the method's own rule would move. They choose the one with the lowest loss, if it is
+clearly lower than that of their signature's cluster. So a rule that errs, as rules do while the centers hardly differ,
+cannot spoil a good start. This may cost at most a few percent of the models that the rounds have sent; clients beyond
+that wait.
 
 If a cluster is empty, or two centers are the same, the cluster whose members disagree most is split by 2-means on
 sketches of their updates, and the free center becomes the mean of one half. Every repair is recorded with round and
@@ -21,9 +22,17 @@ from torch import Tensor
 from coterie.engines.base import Engine
 from coterie.methods.base import ClusterState, Repair
 from coterie.methods.parts.averaging import add_answers
-from coterie.methods.parts.centers import REST, C, CenterMethod, RoundUpdate, Watch, has_signature, without_signatures
+from coterie.methods.parts.centers import (
+    PATIENCE,
+    REST,
+    C,
+    CenterMethod,
+    RoundUpdate,
+    Watch,
+    without_signatures,
+)
 from coterie.methods.parts.clustering import kmeans
-from coterie.methods.parts.start import choose_anew, enough_clients, with_signatures
+from coterie.methods.parts.start import by_signature, choose_anew, enough_clients, with_signatures
 from coterie.randomness import Rng
 
 _SAME = 0.05  # centers closer than this share of a typical update are the same
@@ -36,16 +45,27 @@ def guarded(method: CenterMethod[C], before: C, update: RoundUpdate[C], engine: 
     after = update.averaged()
     if not method.guard:
         return after
-    if method.watches_losses:
-        after = rechosen(method, after, engine, update.answered, rng.at("choose"))
-    return repaired(method, before, after, engine, update.watch, rng)
+    found = repaired(method, before, after, engine, update.watch, rng)
+    if found is not after or not method.watches_losses:
+        return found  # clients choose when the repair has taken effect
+    return rechosen(method, _with_misplaced(after, engine), engine, update.answered, rng.at("choose"))
+
+
+def _with_misplaced(state: C, engine: Engine) -> C:
+    """Clients whose signature clearly belongs to another cluster should choose anew; looked up every other round."""
+    if engine.round % 2:
+        return state
+    found, doubt = by_signature(state)
+    wrong = (found >= 0) & (found != state.labels) & ~doubt
+    wrong &= (state.chose_in == 0) | (engine.round - state.chose_in >= PATIENCE)
+    return replace(state, pending=state.pending | wrong) if bool(wrong.any()) else state
 
 
 def rechosen(method: CenterMethod[C], state: C, engine: Engine, answered: Tensor, rng: Rng) -> C:
     """Let pending clients that took part in the round choose their cluster anew."""
     waiting = answered[state.pending[answered]]
     waiting = waiting[engine.keys[waiting].argsort()]
-    waiting = waiting[has_signature(state)[waiting].int().argsort(stable=True)]  # first those whose data has changed
+    waiting = waiting[(~state.alarmed[waiting]).int().argsort(stable=True)]  # first those whose loss has risen
     each = state.num_clusters + 1  # models that a client gets: the centers, and the common one to sign at
     room = int(_SHARE * state.sent_in_rounds) - state.sent_to_choose
     asked = waiting[: max(0, room // each)]
@@ -58,11 +78,12 @@ def rechosen(method: CenterMethod[C], state: C, engine: Engine, answered: Tensor
     moved = torch.zeros_like(pending)
     moved[asked[found.labels != labels[asked]]] = True
     labels[asked], pending[asked] = found.labels, False
+    alarmed = state.alarmed.index_fill(0, asked, False)
     chose_in = state.chose_in.index_fill(0, asked, engine.round)
     sent = state.sent_to_choose + len(asked) * each
-    state = replace(
-        without_signatures(state, moved), labels=labels, pending=pending, chose_in=chose_in, sent_to_choose=sent
-    )
+    changed = {"labels": labels, "pending": pending, "alarmed": alarmed, "chose_in": chose_in, "sent_to_choose": sent}
+    # The signature of a client whose data has changed is of the past, unless it has just been renewed.
+    state = replace(without_signatures(state, moved & state.alarmed), **changed)
     state = with_signatures(state, asked, found)
     if not bool(moved.any()):
         return state

@@ -106,6 +106,15 @@ def nearest(new: Signatures, members: Signatures, labels: Tensor, num_clusters: 
     return chosen.cpu(), _in_doubt(angles, new.counts).cpu()
 
 
+def nearest_others(found: Signatures, labels: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
+    """The cluster whose OTHER members are nearest to each member [n], and whether it is in doubt; -1: none."""
+    there = labels.to(found.rows.device)
+    kept = torch.ones_like(there, dtype=torch.bool)
+    distances, angles = Means.of(found, there, kept, num_clusters).distances(found, there, kept)
+    chosen = distances.argmin(1).where(distances.isfinite().any(1), -1)
+    return chosen.cpu(), _in_doubt(angles, found.counts).cpu()
+
+
 @dataclass(frozen=True)
 class Means:
     """The mean signature of each of K clusters, and of all clients."""

@@ -306,21 +306,38 @@ def chosen_by_loss(state: ClusterState, engine: Engine, clients: Tensor, rng: Rn
 def choose_anew(method: CenterMethod[C], state: C, engine: Engine, clients: Tensor, rng: Rng) -> Found:
     """The clusters of clients that choose anew, with the signatures that they renewed.
 
-    A client without a signature, since its data may have changed, signs again. Then all get the centers and choose by
-    loss, but take another cluster than that of their signature only if the loss there is clearly lower.
+    A client whose loss has risen signs again. If the new signature is clearly that of its cluster, its data has not
+    changed, and it stays: the center has. The others get all centers and choose by loss, but take another cluster than
+    that of their signature only if the loss there is clearly lower.
     """
-    own = state.labels[clients].clone()
+    tells = signatures_tell(state)
+    own, doubt = (values[clients] for values in by_signature(state))
     rows = state.signatures.new_zeros(len(clients), *state.signatures.shape[1:])
     counts = torch.zeros(len(clients), *state.counts.shape[1:], dtype=torch.int64)
-    changed = (~has_signature(state)[clients]).nonzero().flatten()
-    own[changed] = -1
-    if len(changed) and signatures_tell(state):
-        found = find_clusters(method, state, engine, clients[changed], rng.at("sign"))
-        own[changed] = found.labels
+    alarmed = state.alarmed[clients].nonzero().flatten() if tells else clients[:0]
+    stays = torch.zeros(len(clients), dtype=torch.bool)
+    if len(alarmed):
+        found = find_clusters(method, state, engine, clients[alarmed], rng.at("sign"))
+        own[alarmed], doubt[alarmed] = found.labels, found.in_doubt
+        stays[alarmed] = (found.labels == state.labels[clients[alarmed]]) & ~found.in_doubt
         if found.signatures is not None and found.counts is not None:
-            rows[changed.to(rows.device)], counts[changed] = found.signatures, found.counts
-    chosen = chosen_by_loss(state, engine, clients, rng, own)
-    return Found(torch.where(chosen < 0, state.labels[clients], chosen), torch.zeros(len(clients)).bool(), rows, counts)
+            rows[alarmed.to(rows.device)], counts[alarmed] = found.signatures, found.counts
+    asked = (~stays).nonzero().flatten()
+    labels = state.labels[clients].clone()
+    if len(asked):
+        chosen = chosen_by_loss(state, engine, clients[asked], rng, own[asked])
+        labels[asked] = torch.where(chosen < 0, labels[asked], chosen)
+    return Found(labels, doubt, rows, counts)
+
+
+def by_signature(state: CenterState) -> tuple[Tensor, Tensor]:
+    """The cluster of each client by its signature [N], and whether it is in doubt; -1 where signatures do not tell."""
+    labels, doubt = torch.full_like(state.labels, -1), torch.zeros(len(state.labels), dtype=torch.bool)
+    if signatures_tell(state):
+        known = has_signature(state) & (state.labels >= 0)
+        found = Signatures.of(state.signatures[known.to(state.signatures.device)], state.counts[known])
+        labels[known], doubt[known] = signatures.nearest_others(found, state.labels[known], state.num_clusters)
+    return labels, doubt
 
 
 def signatures_tell(state: CenterState) -> bool:
