@@ -163,3 +163,12 @@ def test_parse_value(text, value):
     found = parse_value(text)
     assert found == value
     assert type(found) is type(value)
+
+
+def test_a_single_entry_of_a_list_becomes_a_list_of_one():
+    assert build(Sample, {"shape": 10}).shape == (10,)
+    assert build(Sample, {"shape": [3, 4]}).shape == (3, 4)
+    assert build(Sample, {"count": 10}).count == 10
+    for wrong in (0, "10", 1.5, True):  # bounds and kinds of entries still hold
+        with pytest.raises(ConfigError, match="shape of Sample must be a list, each entry"):
+            build(Sample, {"shape": wrong})

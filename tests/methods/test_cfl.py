@@ -25,6 +25,8 @@ def run_on(kinds, names=None, rounds=30, cohorts=None, **settings):
     """Clients that go a third of the way home in each round; the mock's models have three numbers."""
 
     def respond(step, client, sent):
+        if step == "choose":
+            return {"choice": (sent - home_of(kinds[client])).norm(dim=1).argmin()}
         jitter = 0.01 * torch.tensor([client % 3 - 1.0, client % 5 - 2.0, client % 2 - 0.5])
         return {"params": sent + (home_of(kinds[client]) + jitter - sent) / 3, "samples": 1}
 
@@ -111,9 +113,10 @@ def test_absent_members_go_with_those_they_are_like():
     assert same_partition(state.labels, kinds)
 
 
-def test_who_was_not_seen_before_a_split_walks_down_the_tree():
+def test_who_was_not_seen_before_a_split_chooses_by_loss():
     kinds = [0, 7, 0, 7, 0, 7]
-    _, _, state = run_on(kinds, rounds=3, cohorts=[[2, 3, 4, 5], [0, 1, 2, 3], [2, 3, 4, 5]], rest=0)
+    _, engine, state = run_on(kinds, rounds=3, cohorts=[[2, 3, 4, 5], [0, 1, 2, 3], [2, 3, 4, 5]], rest=0)
+    assert [who for step, who in engine.calls if step == "choose"] == [[4, 5]]  # in round 1 there was one model
     assert [split["round"] for split in state.tree] == [1]
     assert same_partition(state.labels, kinds)
 
@@ -125,10 +128,21 @@ def test_a_split_waits_until_every_member_has_shown_an_update_in_its_cluster():
     assert len(run_on(KINDS)[2].tree) == 7
 
 
-def test_newcomers_walk_down_the_tree():
-    method, engine, state = run_on(KINDS)
-    found = method.assign(state, engine, engine.everyone(), Rng.seed(5))
-    assert torch.equal(found, state.labels)
+def test_newcomers_get_all_models_and_choose_by_loss():
+    """Each newcomer names the model nearest to its home; no training and no signature is asked of it."""
+    method, _, state = run_on(KINDS)
+    kinds = [6, 0, 3]
+    sent_to = {}
+
+    def respond(step, client, sent):
+        sent_to[client] = sent.tolist()
+        return {"choice": (sent - home_of(kinds[client])).norm(dim=1).argmin()}
+
+    fresh = MockEngine(respond, num_clients=3, size=3)
+    found = method.assign(state, fresh, fresh.everyone(), Rng.seed(5))
+    assert found.tolist() == [int(state.labels[KINDS.index(kind)]) for kind in kinds]
+    assert fresh.calls == [("choose", [0, 1, 2])]
+    assert sent_to == dict.fromkeys(range(3), state.centers.tolist())
 
 
 def test_a_newcomer_that_does_not_answer_is_in_no_cluster():
@@ -137,11 +151,10 @@ def test_a_newcomer_that_does_not_answer_is_in_no_cluster():
     def respond(step, client, sent):
         if client == 1:
             raise TimeoutError("gone")
-        return {"params": sent + (home_of(KINDS[client]) - sent) / 3, "samples": 1}
+        return {"choice": 2 + client}
 
     fresh = MockEngine(respond, num_clients=3, size=3)
-    found = method.assign(state, fresh, fresh.everyone(), Rng.seed(5))
-    assert found.tolist() == [int(state.labels[0]), -1, int(state.labels[2])]
+    assert method.assign(state, fresh, fresh.everyone(), Rng.seed(5)).tolist() == [2, -1, 4]
 
 
 def test_where_updates_do_not_fit_the_same_models_are_asked_for_again():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from coterie.client.steps import clearly_lowest
 from coterie.client.work import SGD
 from coterie.engines.mock import MockEngine
 from coterie.methods.fedavg import FedAvg
@@ -52,11 +53,15 @@ def test_first_centers_are_independent():
     assert state.labels.tolist() == [-1] * 4
 
 
-def test_clients_choose_on_training_data():
-    """The chosen center is the one with the least loss on the train shard, not on the test shard."""
-    trainer = trainer_of(setup_of(IFCA(num_clusters=3)))
+@pytest.mark.parametrize("guard", [False, True])
+def test_clients_choose_on_training_data(guard):
+    """The chosen center is the one with the least loss on the train shard, not on the test shard.
+
+    With the guard it must be less than 0.7 times that of the client's cluster after the start.
+    """
+    trainer = trainer_of(setup_of(IFCA(num_clusters=3, guard=guard)))
     trainer._start()
-    centers = trainer.state.centers
+    centers, before = trainer.state.centers, trainer.state.labels.clone()
     trainer.engine.begin(1, "round")
     after = trainer.algorithm.round(trainer.state, trainer.engine, trainer.engine.everyone(), trainer._rng.at("x"))
     for client in range(9):
@@ -65,7 +70,28 @@ def test_clients_choose_on_training_data():
         for center in centers:
             outputs = trainer.engine.network(trainer.engine.task.layout.unpack(center), x.double())
             losses.append(torch.nn.functional.cross_entropy(outputs, y).item())
-        assert after.labels[client] == int(torch.tensor(losses).argmin())
+        own, least = int(before[client]), min(losses)
+        keeps = guard and least >= 0.7 * losses[own]
+        assert after.labels[client] == (own if keeps else losses.index(least))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, [0, 1, 1, 0]), ({"guard": False}, [1, 1, 1, 0]), ({"init": "paper"}, [1, 1, 1, 0])],
+)
+def test_after_a_warm_start_a_client_keeps_its_model_unless_another_is_clearly_better(settings, expected):
+    """Client 0: 0.8 is not less than 0.7 * 1.0; client 1: 0.6 is. Client 2 has no cluster yet. Client 3 is at home."""
+    losses = torch.tensor([[1.0, 0.8], [1.0, 0.6], [1.0, 0.8], [0.1, 5.0]])
+
+    def respond(step, client, sent, own=None):
+        choice = int(clearly_lowest(losses[[client]], None if own is None else own.reshape(1)))
+        return {"params": sent[choice], "choice": choice, "samples": 1}
+
+    engine, method = MockEngine(respond, num_clients=4), IFCA(num_clusters=2, **settings)
+    engine.begin(1, "round")
+    centers = torch.tensor([[0.0, 0.0], [9.0, 9.0]])
+    state = replace(method.empty_state(engine), centers=centers, labels=torch.tensor([0, 0, -1, 0]))
+    assert method.round(state, engine, engine.everyone(), Rng.seed(0)).labels.tolist() == expected
 
 
 def test_traffic_is_one_plus_k_over_two_of_fedavg():

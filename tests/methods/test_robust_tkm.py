@@ -36,6 +36,8 @@ HOMES = torch.tensor([[0.0, 1.0], [0.0, 1.2], [0.2, 1.0], [5.0, 0.0], [5.2, 0.2]
 
 
 def respond(step, client, sent):
+    if step == "choose":
+        return {"choice": (sent - HOMES[client]).norm(dim=1).argmin()}
     return {"params": HOMES[client], "samples": 1}
 
 
@@ -69,7 +71,9 @@ def test_a_client_that_missed_the_start_is_clustered_when_it_is_seen():
     method, engine, state = started()
     late = replace(state, labels=state.labels.clone().index_fill(0, torch.tensor([4]), -1))
     engine.begin(1, "round")
+    engine.calls.clear()
     after = method.round(late, engine, torch.tensor([3, 4]), Rng.seed(1))
+    assert engine.calls == [("choose", [4]), ("train", [3, 4])]  # by loss: the first models are of the past
     assert after.labels[4] == state.labels[3]
     assert method.assign(state, engine, torch.tensor([1, 5]), Rng.seed(2)).tolist() == [
         int(state.labels[0]),

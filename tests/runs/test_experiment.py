@@ -271,3 +271,9 @@ def test_a_file_of_ones_own(tmp_path: Path):
 def test_a_missing_file_is_a_sentence(tmp_path: Path):
     with pytest.raises(CoterieError, match=r"There is no file .*none\.npz"):
         resolved(dataset=str(tmp_path / "none.npz"))
+
+
+@pytest.mark.parametrize(("text", "at"), [("scenario.at=10", (10,)), ("scenario.at=[4, 8]", (4, 8))])
+def test_the_rounds_of_a_drift_may_be_one_number(text: str, at: tuple[int, ...]):
+    found = resolve(apply_set(merge({"run": {"scenario": "rotated+drift"}}), [text]))
+    assert found.scenario.at == at

@@ -123,6 +123,27 @@ def test_a_row_for_each_round_with_the_numbers_that_matter(tmp_path: Path):
     assert sent[0] == 4 * result.centers.shape[1] * 4  # four clients, P floats of four bytes
 
 
+def test_movement_by_hand():
+    """Six clients of kinds 0 1 0 1 0 1. After the start two are wrong, and the last one was not seen."""
+    trainer = execute(setup(rounds=1))._trainer
+    history = [[0, 1, 0, 1, 1, -1], [0, 1, 0, 1, 0, 1], [1, 1, 0, 1, 0, 0], [0, 1, 0, 0, 0, 1]]
+    trainer.progress.labels = [np.array(row) for row in history]
+    summary = trainer.summary()
+    # Clusters of the five that were seen: {0, 2} and {1, 3, 4}; kinds: {0, 2, 4} and {1, 3}. Two pairs agree; of ten
+    # pairs, four are together in each. By chance 4 * 4 / 10 = 1.6; (2 - 1.6) / (4 - 1.6) = 1 / 6.
+    assert summary["start_ari"] == pytest.approx(1 / 6)
+    assert summary["moved_since_start"] == 2  # clients 3 and 4; client 5 had no cluster then
+    assert summary["label_changes"] == [1, 2, 3]  # 4; 0 and 5; 0, 3 and 5. A first cluster is not a change.
+
+
+def test_movement_without_true_groups():
+    trainer = execute(setup(rounds=1, data=replace(federation(), groups=None)))._trainer
+    summary = trainer.summary()
+    assert summary["start_ari"] is None
+    assert summary["label_changes"] == [0]
+    assert trainer.groups() is None
+
+
 def test_the_summary_is_what_the_clients_scored(tmp_path: Path):
     result = start(setup(rounds=7), tmp_path)
     with np.load(tmp_path / "run" / "clients.npz", allow_pickle=False) as arrays:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from coterie.runs.execution import execute
 from coterie.runs.experiment import merge, resolve
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Schedule
-from coterie.runs.newcomers import like_the_run, split_unseen
+from coterie.runs.newcomers import Newcomers, like_the_run, split_unseen
 from coterie.settings import fields_of
 from tests.helpers import ragged_federation, setup_of
 
@@ -89,8 +90,35 @@ def test_held_out_clients_are_assigned_and_evaluated(held_out: Result):
     assert unseen["clients"] == 6
     assert held_out.summary["clients"] == 18
     assert unseen["ari"] == 1.0
+    assert unseen["right_kind"] == 1.0
     assert unseen["accuracy"]["macro"] > 0.85
     assert at_home(held_out) == 1.0
+
+
+def newcomers_of(labels: list[int], groups: list[int] | None, members: list[int], theirs: list[int] | None):
+    """Newcomers with these clusters and groups, in a run whose clients have those."""
+    of = None if groups is None else torch.tensor(groups)
+    data: Any = SimpleNamespace(groups=of)
+    nothing: Any = None
+    known = None if theirs is None else torch.tensor(theirs)
+    return Newcomers(data, nothing, torch.tensor(labels), nothing, {}, nothing, torch.tensor(members), known)
+
+
+def test_the_right_kind_and_the_joint_ari_by_hand():
+    members, kinds = [0, 0, 0, 1, 1, 1], [5, 5, 5, 7, 7, 7]
+    right = newcomers_of([0, 1], [5, 7], members, kinds)
+    assert (right.right_kind, right.ari) == (1.0, 1.0)
+    # Swapped: among themselves they would agree perfectly. Clusters and groups of 4 and 4 share pairs of 3 and 3, 1 and
+    # 1: 3 + 3 = 6 pairs together in both, 12 in each, 28 in all. By chance 144 / 28; (6 - 36/7) / (12 - 36/7) = 1 / 8.
+    swapped = newcomers_of([1, 0], [5, 7], members, kinds)
+    assert swapped.right_kind == 0.0
+    assert swapped.ari == pytest.approx(1 / 8)
+    # In no cluster; in a cluster without members; in one whose majority is of the own kind; in one of the other kind.
+    mixed = newcomers_of([-1, 2, 0, 1], [5, 5, 5, 5], [0, 0, 0, 1, 1, -1], [5, 5, 7, 7, 7, 5])
+    assert mixed.right_kind == 1 / 4
+    for unknown in (newcomers_of([0], None, members, kinds), newcomers_of([0], [5], members, None)):
+        assert unknown.right_kind is None
+        assert unknown.ari is None
 
 
 def test_without_a_share_there_are_none():

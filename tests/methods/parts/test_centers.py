@@ -14,7 +14,7 @@ from coterie.methods.base import algorithms
 from coterie.methods.parts.centers import CenterMethod, RoundUpdate, Watch
 from coterie.methods.parts.clustering import squared_distances
 from coterie.methods.parts.guard import guarded, repaired, split_widest
-from coterie.methods.parts.start import enough_clients, placed, random_start, warm_start
+from coterie.methods.parts.start import enough_clients, find_clusters, placed, random_start, warm_start
 from coterie.randomness import Rng, name_keys
 from coterie.runs.loop import Schedule
 from coterie.settings import fields_of
@@ -45,6 +45,12 @@ class Nearest(CenterMethod):
         for chunk in self.train(state, engine, cohort, rng.at("train")):
             update.add(chunk, self.choose(chunk, state))
         return guarded(self, state, update, engine, rng)
+
+    def assign(self, state, engine, newcomers, rng):
+        return find_clusters(self, state, engine, newcomers, rng).labels
+
+
+FREE = [{"init": "paper"}, {"guard": False}]  # with these, the rule moves clients by itself
 
 
 def at_home(homes, **more):
@@ -207,14 +213,15 @@ def test_more_clusters_than_answers():
 # ---- the round ----
 
 
-def test_round_trains_from_the_own_center_assigns_and_averages():
+@pytest.mark.parametrize("free", FREE)
+def test_round_trains_from_the_own_center_assigns_and_averages(free):
     sent_to = {}
 
     def respond(step, client, sent, watch=None):
         sent_to[client] = sent.tolist()
         return at_home(TWO_PAIRS)(step, client, sent)
 
-    method = Nearest(num_clusters=2)
+    method = Nearest(num_clusters=2, **free)
     engine = engine_of(respond, 5)
     state = state_of(method, engine, [[1.0, 1.0], [5.0, 1.0]], [1, 0, 0, 1, 1])
     after = method.round(state, engine, engine.everyone(), RNG)
@@ -222,6 +229,60 @@ def test_round_trains_from_the_own_center_assigns_and_averages():
     assert after.labels.tolist() == [0, 0, 1, 1, 1]
     assert after.centers.tolist() == [[0.0, 1.5], [8.0, 2.0]]
     assert after.repairs == []
+    assert not after.pending.any()
+
+
+def test_after_a_warm_start_the_rule_only_proposes():
+    """Clients 0 and 2 are nearer to the other center: they keep their label, count in their cluster, and wait."""
+    method, engine = Nearest(num_clusters=2), engine_of(at_home(TWO_PAIRS), 5)
+    state = state_of(method, engine, [[1.0, 1.0], [5.0, 1.0]], [1, 0, 0, 1, 1])
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert after.labels.tolist() == [1, 0, 0, 1, 1]
+    assert after.pending.tolist() == [True, False, True, False, False]
+    assert after.centers[0].tolist() == [4.0, 1.0]  # of (0, 2) and (8, 0)
+    assert after.centers[1].tolist() == pytest.approx([16 / 3, 7 / 3])  # of (0, 1), (8, 2) and (8, 4)
+    assert after.repairs == []
+    assert engine.calls == [("train_member", [0, 1, 2, 3, 4])]  # round 1: nobody chooses anew yet
+
+
+@pytest.mark.parametrize(("chose_in", "waits"), [(0, True), (1, True), (2, True), (3, False), (7, False)])
+def test_who_has_chosen_is_not_proposed_again_for_five_rounds(chose_in, waits):
+    """In round 7; 0 means that the client never chose. Nothing was sent so far, so nobody may choose now."""
+    method, engine = Nearest(num_clusters=2), engine_of(at_home(TWO_PAIRS), 5, round=7)
+    when = torch.tensor([chose_in, 0, 0, 0, 0])
+    state = state_of(method, engine, [[0.0, 1.5], [8.0, 2.0]], [1, 0, 1, 1, 1], chose_in=when)
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert after.labels.tolist() == [1, 0, 1, 1, 1]
+    assert after.pending.tolist() == [waits, False, False, False, False]
+
+
+def test_without_the_guard_patience_does_not_matter():
+    method, engine = Nearest(num_clusters=2, guard=False), engine_of(at_home(TWO_PAIRS), 5, round=7)
+    when = torch.full((5,), 6)
+    state = state_of(method, engine, [[0.0, 1.5], [8.0, 2.0]], [1, 0, 1, 1, 1], chose_in=when)
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert after.labels.tolist() == [0, 0, 1, 1, 1]
+
+
+def test_a_proposed_client_moves_in_the_round_in_which_it_chooses():
+    """It is asked in the same round, if there is room: 8 % of 100 + 2 * 5 models are 8, and one choice costs 3."""
+
+    def respond(step, client, sent, watch=None, own=None):
+        if step == "choose":
+            assert own.item() == 1  # it has a signature: this is the cluster to compare with
+            return {"choice": 0}
+        return at_home(TWO_PAIRS)(step, client, sent)
+
+    method, engine = Nearest(num_clusters=2), engine_of(respond, 5, round=7)
+    state = signed_state(method, engine, [1, 0, 1, 1, 1], sent_in_rounds=100)
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert engine.calls == [("train_member", [0, 1, 2, 3, 4]), ("choose", [0])]
+    assert after.labels.tolist() == [0, 0, 1, 1, 1]
+    assert not after.pending.any()
+    assert after.chose_in.tolist() == [7, 0, 0, 0, 0]
+    assert after.sent_to_choose == 3
+    assert after.counts.tolist() == [[0], [1], [1], [1], [1]]  # its signature is of the other cluster
+    assert after.centers[1].tolist() == [6.0, 1.75]  # it still counted there: (0, 1), (8, 0), (8, 2), (8, 4)
 
 
 def test_a_client_that_fails_keeps_its_label_and_moves_nothing():
@@ -259,7 +320,7 @@ class Undecided(Nearest):
 
 
 def test_a_client_that_the_method_cannot_place_stays_where_it_is():
-    method = Undecided(num_clusters=2)
+    method = Undecided(num_clusters=2, init="paper")
     engine = engine_of(at_home(TWO_PAIRS), 5)
     state = state_of(method, engine, [[0.0, 0.0], [9.0, 0.0]], [0, 1, 0, 0, 0])
     after = method.round(state, engine, engine.everyone(), RNG)
@@ -362,8 +423,9 @@ def test_signatures_decide_only_if_every_cluster_with_members_has_one():
     assert engine.calls == [("train_member", [4]), ("choose", [4])]
 
 
-def test_a_client_that_moves_loses_its_signature():
-    method, engine = Nearest(num_clusters=2), engine_of(at_home(TWO_PAIRS), 5)
+@pytest.mark.parametrize("free", FREE)
+def test_a_client_that_moves_loses_its_signature(free):
+    method, engine = Nearest(num_clusters=2, **free), engine_of(at_home(TWO_PAIRS), 5)
     state = signed_state(method, engine, [0, 1, 1, 1, 1])
     after = method.round(state, engine, torch.tensor([0, 1, 2]), RNG)
     assert after.labels.tolist() == [0, 0, 1, 1, 1]

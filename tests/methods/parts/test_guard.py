@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import coterie
+from coterie.client.steps import clearly_lowest
 from coterie.client.work import SGD
 from coterie.engines.mock import MockEngine
 from coterie.methods.base import algorithms
@@ -102,9 +103,13 @@ HOMES = torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 8.0], [8.0, 0.0], [8.0, 2.0]
 
 
 def mock(alarmed=(), clients=6, round=1):
-    def respond(step, client, sent, watch=None):
+    def respond(step, client, sent, watch=None, own=None):
         if step == "choose":
-            return {"choice": (sent - HOMES[client % 6]).norm(dim=1).argmin()}
+            losses = (sent - HOMES[client % 6]).norm(dim=1).unsqueeze(0)
+            return {"choice": clearly_lowest(losses, own.reshape(1))[0]}
+        if step == "sign":  # by class 0 only: who is at home on the right signs (1, 0), the others (0, 1)
+            is_right = float(HOMES[client % 6][0] > 4)
+            return {"signature": torch.tensor([[is_right, 1 - is_right], [0.0, 0.0]]), "counts": torch.tensor([9, 0])}
         alarm = {} if watch is None else {"alarm": client in alarmed}
         return {"params": HOMES[client % 6], "samples": 1} | alarm
 
@@ -147,12 +152,13 @@ def test_in_the_next_round_it_chooses_by_loss():
     assert engine.calls[1:] == [("choose", [3])]
     assert after.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert not after.pending.any()
-    assert after.sent_to_choose == 2
+    assert after.sent_to_choose == 3
+    assert after.chose_in.tolist() == [0, 0, 0, 2, 0, 0]
     assert after.repairs == [
         {
             "round": 2,
             "cluster": None,
-            "reason": "1 of 1 client(s) that chose anew, by loss, moved to another cluster",
+            "reason": "1 of 1 client(s) that chose anew moved to another cluster",
         }
     ]
     totals = engine.ledger.totals()
@@ -197,9 +203,9 @@ def test_only_rounds_with_the_guard_send_the_watch_payload(name):
 # ---- the budget ----
 
 
-@pytest.mark.parametrize(("sent", "spent", "asked"), [(100, 0, 4), (100, 2, 3), (100, 7, 0), (24, 0, 0), (25, 0, 1)])
+@pytest.mark.parametrize(("sent", "spent", "asked"), [(100, 0, 2), (100, 2, 2), (100, 3, 1), (100, 6, 0), (37, 0, 0), (38, 0, 1)])
 def test_so_many_choose_as_the_budget_allows_and_the_others_wait(sent, spent, asked):
-    """8 % of the models sent in rounds; a client that chooses gets K = 2 of them."""
+    """8 % of the models sent in rounds; a client that chooses costs K + 1 = 3 of them."""
     method, engine = FeSEM(num_clusters=2), mock(round=3)
     state = state_of(
         method,
@@ -209,11 +215,11 @@ def test_so_many_choose_as_the_budget_allows_and_the_others_wait(sent, spent, as
         sent_in_rounds=sent,
         sent_to_choose=spent,
     )
-    after = rechosen(state, engine, engine.everyone(), RNG)
+    after = rechosen(method, state, engine, engine.everyone(), RNG)
     moved = after.labels != state.labels
     assert int(moved.sum()) == asked
     assert torch.equal(after.pending, ~moved)
-    assert after.sent_to_choose == spent + 2 * asked
+    assert after.sent_to_choose == spent + 3 * asked
     if asked:  # those with the lowest keys
         assert set(moved.nonzero().flatten().tolist()) == set(engine.keys.argsort()[:asked].tolist())
 
@@ -222,22 +228,89 @@ def test_only_clients_of_the_round_choose():
     method, engine = FeSEM(num_clusters=2), mock(round=3)
     pending = torch.tensor([True, True, False, True, False, False])
     state = state_of(method, engine, [1, 1, 1, 0, 0, 0], pending=pending, sent_in_rounds=1000)
-    after = rechosen(state, engine, torch.tensor([1, 2]), RNG)
+    after = rechosen(method, state, engine, torch.tensor([1, 2]), RNG)
     assert engine.calls == [("choose", [1])]
     assert after.labels.tolist() == [1, 0, 1, 0, 0, 0]
     assert after.pending.tolist() == [True, False, False, True, False, False]
 
 
 def test_a_client_that_does_not_answer_keeps_its_label():
-    def silent(step, client, sent, watch=None):
+    def silent(step, client, sent, watch=None, own=None):
         raise TimeoutError("gone")
 
     method, engine = FeSEM(num_clusters=2), MockEngine(silent, num_clients=6)
     engine.begin(3, "round")
     state = state_of(method, engine, [1, 1, 1, 0, 0, 0], pending=torch.ones(6, dtype=torch.bool), sent_in_rounds=1000)
-    after = rechosen(state, engine, engine.everyone(), RNG)
+    after = rechosen(method, state, engine, engine.everyone(), RNG)
     assert torch.equal(after.labels, state.labels)
     assert after.repairs == []
+
+
+def signed_by_class(who):
+    """The signatures of six clients as the mock signs, of those in `who`."""
+    rows, held = torch.zeros(6, 2, 2), torch.zeros(6, 2, dtype=torch.int64)
+    for client in who:
+        rows[client, 0] = torch.tensor([0.0, 1.0] if client < 3 else [1.0, 0.0])
+        held[client, 0] = 9
+    return {"signatures": rows, "counts": held}
+
+
+@pytest.mark.parametrize(("other", "moves"), [(-0.9, True), (-1.0, True), (-1.2, False)])
+def test_a_client_with_a_signature_moves_only_if_the_loss_is_clearly_lower(other, moves):
+    """Its loss is 3.0 at its center and 1 - other at the other one; 0.7 times 3.0 is 2.1."""
+    method, engine = FeSEM(num_clusters=2), mock(round=3)
+    pending = torch.tensor([True, False, False, False, False, False])
+    signed = signed_by_class(range(6))
+    state = state_of(method, engine, [0, 0, 0, 1, 1, 1], pending=pending, sent_in_rounds=1000, **signed)
+    state = replace(state, centers=torch.tensor([[0.0, 4.0], [0.0, other]]))
+    after = rechosen(method, state, engine, engine.everyone(), RNG)
+    assert engine.calls == [("choose", [0])]
+    assert after.labels.tolist() == [int(moves), 0, 0, 1, 1, 1]
+    assert not after.pending.any()  # it has chosen, either way
+    assert after.chose_in.tolist() == [3, 0, 0, 0, 0, 0]
+    assert after.sent_to_choose == 3
+    assert len(after.repairs) == int(moves)
+    assert after.counts[0].tolist() == [0 if moves else 9, 0]
+
+
+def test_clearly_lowest_by_hand():
+    losses = torch.tensor([[1.0, 0.71], [1.0, 0.69], [1.0, 0.71], [0.2, 0.3], [0.2, 0.3]])
+    own = torch.tensor([0, 0, -1, 1, 0])
+    assert clearly_lowest(losses, own).tolist() == [0, 1, 1, 0, 0]
+    assert clearly_lowest(losses, None).tolist() == [1, 1, 1, 0, 0]
+
+
+def test_clients_whose_data_has_changed_are_asked_first_and_sign_again():
+    """Client 3 lost its signature. It signs like clients 4 and 5, whose center is also the best by loss."""
+    method, engine = FeSEM(num_clusters=2), mock(round=3)
+    state = state_of(
+        method,
+        engine,
+        [0, 0, 0, 0, 1, 1],
+        pending=torch.ones(6, dtype=torch.bool),
+        sent_in_rounds=38,  # room for one
+        **signed_by_class([0, 1, 2, 4, 5]),
+    )
+    assert int(engine.keys.argmin()) != 3  # by keys alone it would not be the first
+    after = rechosen(method, state, engine, engine.everyone(), RNG)
+    assert engine.calls == [("sign", [3]), ("choose", [3])]
+    assert after.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert after.pending.tolist() == [True, True, True, False, True, True]
+    assert after.counts[:, 0].tolist() == [9] * 6  # the new signature is kept
+    assert after.signatures[3, 0].tolist() == [1.0, 0.0]
+    assert engine.phase == "round"
+
+
+def test_the_new_signature_decides_unless_another_loss_is_clearly_lower():
+    """Client 3, at (8, 0), signs as the right ones. At its label 0 the loss is 5; at the right ones' center 6."""
+    method, engine = FeSEM(num_clusters=2), mock(round=3)
+    pending = torch.arange(6) == 3
+    signed = signed_by_class([0, 1, 2, 4, 5])
+    state = state_of(method, engine, [0, 0, 0, 0, 1, 1], pending=pending, sent_in_rounds=1000, **signed)
+    near = replace(state, centers=torch.tensor([[8.0, 5.0], [8.0, 6.0]]))
+    assert rechosen(method, near, engine, engine.everyone(), RNG).labels.tolist() == [0, 0, 0, 1, 1, 1]
+    clear = replace(state, centers=torch.tensor([[8.0, 4.0], [8.0, 6.0]]))  # 4 < 0.7 * 6
+    assert rechosen(method, clear, engine, engine.everyone(), RNG).labels.tolist() == [0, 0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.3])
