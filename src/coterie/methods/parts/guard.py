@@ -1,8 +1,8 @@
 """The guard: finds broken clusters and clients in the wrong cluster after a round, and repairs both.
 
 A client whose loss at its center has risen signs again; if its signature is as before, only the center has changed,
-and it stays. Otherwise it gets all centers once, and so do clients whose signature did not tell their cluster clearly or
-tells another one, and clients that the method's own rule would move. They choose the one with the lowest loss, if it is
+and it stays. Otherwise it gets all centers once, and so do clients whose signature did not tell their cluster clearly
+or tells another one, and clients that the method's own rule would move. They choose the one with the lowest loss, if it is
 clearly lower than that of their signature's cluster. So a rule that errs, as rules do while the centers hardly differ,
 cannot spoil a good start. This may cost at most a few percent of the models that the rounds have sent; clients beyond
 that wait.
@@ -81,10 +81,9 @@ def rechosen(method: CenterMethod[C], state: C, engine: Engine, answered: Tensor
     alarmed = state.alarmed.index_fill(0, asked, False)
     chose_in = state.chose_in.index_fill(0, asked, engine.round)
     sent = state.sent_to_choose + len(asked) * each
-    changed = {"labels": labels, "pending": pending, "alarmed": alarmed, "chose_in": chose_in, "sent_to_choose": sent}
     # The signature of a client whose data has changed is of the past, unless it has just been renewed.
-    state = replace(without_signatures(state, moved & state.alarmed), **changed)
-    state = with_signatures(state, asked, found)
+    state = with_signatures(without_signatures(state, moved & state.alarmed), asked, found)
+    state = replace(state, labels=labels, pending=pending, alarmed=alarmed, chose_in=chose_in, sent_to_choose=sent)
     if not bool(moved.any()):
         return state
     reason = f"{int(moved.sum())} of {len(asked)} client(s) that chose anew moved to another cluster"
