@@ -166,9 +166,9 @@ def test_parse_value(text, value):
 
 
 def test_a_single_entry_of_a_list_becomes_a_list_of_one():
-    assert build(Sample, {"shape": 10}).shape == (10,)
-    assert build(Sample, {"shape": [3, 4]}).shape == (3, 4)
-    assert build(Sample, {"count": 10}).count == 10
+    assert build(Sample, {"shape": 10}, "algorithm").shape == (10,)
+    assert build(Sample, {"shape": [3, 4]}, "algorithm").shape == (3, 4)
+    assert build(Sample, {"count": 10}, "algorithm").count == 10
     for wrong in (0, "10", 1.5, True):  # bounds and kinds of entries still hold
         with pytest.raises(ConfigError, match="shape of Sample must be a list, each entry"):
-            build(Sample, {"shape": wrong})
+            build(Sample, {"shape": wrong}, "algorithm")

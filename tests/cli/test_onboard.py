@@ -183,7 +183,7 @@ def test_export_refuses_in_one_sentence(command: Command, runs: Path, arguments:
 
 def test_unseen_clients_are_in_the_summary(command: Command, runs: Path):
     summary = command("show", runs / "a", "--json").json
-    assert summary["unseen"].keys() == {"clients", "accuracy", "ari"}
+    assert summary["unseen"].keys() == {"clients", "accuracy", "ari", "right_kind"}
     assert summary["unseen"]["clients"] == 3
     assert summary["unseen"]["accuracy"].keys() == {"micro", "macro"}
     rows = json.loads((runs / "a" / "artifacts" / "unseen.json").read_text())

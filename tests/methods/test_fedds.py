@@ -103,7 +103,7 @@ def test_round_goes_to_the_center_that_says_the_like_and_weighs_by_samples():
 
     engine = toy(respond)
     engine.begin(1, "round")
-    method = FedDS(num_clusters=2, label_bias="kept")
+    method = FedDS(num_clusters=2, label_bias="kept", init="paper")  # the rule moves clients by itself
     state = method.empty_state(engine)
     # Client 1 is nearer to center 1 by L2, and says the same as center 0.
     centers = torch.tensor([[LOG3, 0.0], [2 * LOG3, 2 * LOG3 + 0.5]])
@@ -112,6 +112,9 @@ def test_round_goes_to_the_center_that_says_the_like_and_weighs_by_samples():
     assert after.labels.tolist() == [0, 0, 1]
     assert after.centers[0].tolist() == pytest.approx([(1 * 1 + 2 * 2) / 3 * LOG3, 2 / 3 * LOG3])
     assert after.centers[1].tolist() == pytest.approx([0.0, LOG3])
+    proposed = replace(method, init="warm").round(state, engine, engine.everyone(), RNG)
+    assert proposed.labels.tolist() == [1, 1, 0]
+    assert proposed.pending.tolist() == [True, True, True]
 
 
 class Biased(torch.nn.Module):

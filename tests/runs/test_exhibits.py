@@ -239,7 +239,7 @@ def test_md_icfl_shows_pseudo_samples_and_what_is_said_of_them(tmp_path: Path):
         assert np.diagonal(found["told"][k, k]).mean() > 0.8
     summary = json.loads((path / "summary.json").read_text())
     assert summary["bytes"]["by_step"]["evaluate/train_only"]["up"] > 0  # witnesses are counted apart
-    assert summary["bytes"]["up"] == summary["bytes"]["by_step"]["round/train_only"]["up"]
+    assert summary["bytes"]["up"] == summary["bytes"]["by_step"]["round/train_and_count"]["up"]
 
 
 def test_without_witnesses_there_are_none_and_other_methods_show_nothing(tmp_path: Path):

@@ -74,11 +74,12 @@ class Newcomers:
 
     @property
     def ari(self) -> float | None:
-        """Agreement of clusters and true groups over newcomers and members; None if groups are unknown.
+        """Agreement of clusters and true groups over newcomers and members; None if groups are unknown, or no newcomer
+        is in a cluster.
 
         Among newcomers alone it would not notice that all of them are in the clusters of other kinds.
         """
-        if self.federation.groups is None or self.member_groups is None:
+        if self.federation.groups is None or self.member_groups is None or not bool((self.labels >= 0).any()):
             return None
         labels = torch.cat([self.members, self.labels])
         groups = torch.cat([self.member_groups, self.federation.groups])

@@ -88,7 +88,7 @@ def test_a_run_sees_the_drift():
     one, other = finished(setup), finished(still)
     assert one.progress.rows[0]["loss"] == other.progress.rows[0]["loss"]
     assert one.progress.rows[1]["loss"] != other.progress.rows[1]["loss"]
-    assert one._groups().tolist() == federation.moves[0].groups.tolist()
+    assert one.groups().tolist() == federation.moves[0].groups.tolist()
 
 
 def test_impossible_settings_are_refused():

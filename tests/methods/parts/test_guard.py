@@ -203,7 +203,9 @@ def test_only_rounds_with_the_guard_send_the_watch_payload(name):
 # ---- the budget ----
 
 
-@pytest.mark.parametrize(("sent", "spent", "asked"), [(100, 0, 2), (100, 2, 2), (100, 3, 1), (100, 6, 0), (37, 0, 0), (38, 0, 1)])
+@pytest.mark.parametrize(
+    ("sent", "spent", "asked"), [(100, 0, 2), (100, 2, 2), (100, 3, 1), (100, 6, 0), (37, 0, 0), (38, 0, 1)]
+)
 def test_so_many_choose_as_the_budget_allows_and_the_others_wait(sent, spent, asked):
     """8 % of the models sent in rounds; a client that chooses costs K + 1 = 3 of them."""
     method, engine = FeSEM(num_clusters=2), mock(round=3)

@@ -152,3 +152,18 @@ def test_without_models_there_is_no_map(tmp_path: Path):
     run = read_run(path)
     assert run_payload(run)["map"] is None
     assert tsne_payload(run) is None
+
+
+def test_movement_tells_the_rounds_in_which_labels_changed(tmp_path: Path):
+    path = make_run(tmp_path, rounds=4)
+    file = path / "summary.json"
+    summary = json.loads(file.read_text())
+    assert run_payload(read_run(path), tsne=False)["movement"] is None  # a run of an older version
+    more = {"start_ari": 0.123456, "ari": None, "moved_since_start": 3, "label_changes": [2, 0, 0, 1]}
+    file.write_text(json.dumps(summary | more))
+    assert run_payload(read_run(path), tsne=False)["movement"] == {
+        "start": 0.1235,
+        "end": None,
+        "moved": 3.0,
+        "changes": [[1, 2], [4, 1]],
+    }
