@@ -267,9 +267,11 @@ def test_without_the_guard_patience_does_not_matter():
 def test_a_proposed_client_moves_in_the_round_in_which_it_chooses():
     """It is asked in the same round, if there is room: 8 % of 100 + 2 * 5 models are 8, and one choice costs 3."""
 
+    owns = []
+
     def respond(step, client, sent, watch=None, own=None):
         if step == "choose":
-            assert own.item() == 1  # it has a signature: this is the cluster to compare with
+            owns.append(own.item())
             return {"choice": 0}
         return at_home(TWO_PAIRS)(step, client, sent)
 
@@ -277,11 +279,12 @@ def test_a_proposed_client_moves_in_the_round_in_which_it_chooses():
     state = signed_state(method, engine, [1, 0, 1, 1, 1], sent_in_rounds=100)
     after = method.round(state, engine, engine.everyone(), RNG)
     assert engine.calls == [("train_member", [0, 1, 2, 3, 4]), ("choose", [0])]
+    assert owns == [0]  # it signed as client 1 did: this is the cluster to compare with
     assert after.labels.tolist() == [0, 0, 1, 1, 1]
     assert not after.pending.any()
     assert after.chose_in.tolist() == [7, 0, 0, 0, 0]
     assert after.sent_to_choose == 3
-    assert after.counts.tolist() == [[0], [1], [1], [1], [1]]  # its signature is of the other cluster
+    assert after.counts.tolist() == [[1]] * 5  # signatures still hold
     assert after.centers[1].tolist() == [6.0, 1.75]  # it still counted there: (0, 1), (8, 0), (8, 2), (8, 4)
 
 

@@ -15,7 +15,7 @@ from coterie.methods.base import algorithms
 from coterie.methods.fedds import FedDSMIC
 from coterie.methods.fesem import FeSEM
 from coterie.methods.parts.centers import CenterMethod, watched
-from coterie.methods.parts.guard import rechosen
+from coterie.methods.parts.guard import _with_misplaced, rechosen
 from coterie.randomness import Rng
 from coterie.runs.experiment import merge, resolve
 from coterie.runs.loop import Schedule
@@ -132,7 +132,8 @@ def test_an_alarmed_client_keeps_its_label_moves_no_center_and_waits():
     assert after.labels.tolist() == [0, 0, 0, 0, 1, 1]
     assert after.centers.tolist() == [[0.0, 2.0], [8.0, 3.0]]  # of clients 0 and 1, and 4 and 5
     assert after.pending.tolist() == [False, False, True, True, False, False]
-    assert after.counts.flatten().tolist() == [1, 1, 0, 0, 1, 1]  # what they signed is of the past
+    assert after.alarmed.tolist() == [False, False, True, True, False, False]
+    assert after.counts.flatten().tolist() == [1] * 6  # signatures are kept until they sign again
     assert after.sent_in_rounds == 12
     assert engine.calls == [("train_member", [0, 1, 2, 3, 4, 5])]  # round 1: nobody chooses anew yet
 
@@ -272,7 +273,7 @@ def test_a_client_with_a_signature_moves_only_if_the_loss_is_clearly_lower(other
     assert after.chose_in.tolist() == [3, 0, 0, 0, 0, 0]
     assert after.sent_to_choose == 3
     assert len(after.repairs) == int(moves)
-    assert after.counts[0].tolist() == [0 if moves else 9, 0]
+    assert after.counts[0].tolist() == [9, 0]  # its loss has not risen: what it signed still holds
 
 
 def test_clearly_lowest_by_hand():
@@ -283,13 +284,14 @@ def test_clearly_lowest_by_hand():
 
 
 def test_clients_whose_data_has_changed_are_asked_first_and_sign_again():
-    """Client 3 lost its signature. It signs like clients 4 and 5, whose center is also the best by loss."""
+    """The loss of client 3 has risen. It signs like clients 4 and 5, whose center is also the best by loss."""
     method, engine = FeSEM(num_clusters=2), mock(round=3)
     state = state_of(
         method,
         engine,
         [0, 0, 0, 0, 1, 1],
         pending=torch.ones(6, dtype=torch.bool),
+        alarmed=torch.arange(6) == 3,
         sent_in_rounds=38,  # room for one
         **signed_by_class([0, 1, 2, 4, 5]),
     )
@@ -298,6 +300,7 @@ def test_clients_whose_data_has_changed_are_asked_first_and_sign_again():
     assert engine.calls == [("sign", [3]), ("choose", [3])]
     assert after.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert after.pending.tolist() == [True, True, True, False, True, True]
+    assert not after.alarmed.any()
     assert after.counts[:, 0].tolist() == [9] * 6  # the new signature is kept
     assert after.signatures[3, 0].tolist() == [1.0, 0.0]
     assert engine.phase == "round"
@@ -308,11 +311,36 @@ def test_the_new_signature_decides_unless_another_loss_is_clearly_lower():
     method, engine = FeSEM(num_clusters=2), mock(round=3)
     pending = torch.arange(6) == 3
     signed = signed_by_class([0, 1, 2, 4, 5])
-    state = state_of(method, engine, [0, 0, 0, 0, 1, 1], pending=pending, sent_in_rounds=1000, **signed)
+    risen = {"pending": pending, "alarmed": pending}
+    state = state_of(method, engine, [0, 0, 0, 0, 1, 1], sent_in_rounds=1000, **risen, **signed)
     near = replace(state, centers=torch.tensor([[8.0, 5.0], [8.0, 6.0]]))
     assert rechosen(method, near, engine, engine.everyone(), RNG).labels.tolist() == [0, 0, 0, 1, 1, 1]
     clear = replace(state, centers=torch.tensor([[8.0, 4.0], [8.0, 6.0]]))  # 4 < 0.7 * 6
     assert rechosen(method, clear, engine, engine.everyone(), RNG).labels.tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_a_client_whose_signature_is_as_before_stays_and_is_sent_no_center():
+    """The loss of client 1 has risen, and it signs as clients 0 and 2 did: its center has changed, not its data."""
+    method, engine = FeSEM(num_clusters=2), mock(round=3)
+    which = torch.arange(6) == 1
+    risen = {"pending": which, "alarmed": which}
+    state = state_of(method, engine, [0, 0, 0, 1, 1, 1], sent_in_rounds=1000, **risen, **signed_by_class(range(6)))
+    state = replace(state, centers=torch.tensor([[90.0, 90.0], [0.0, 2.0]]))  # by loss it would go to cluster 1
+    after = rechosen(method, state, engine, engine.everyone(), RNG)
+    assert engine.calls == [("sign", [1])]
+    assert after.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert not after.pending.any()
+    assert not after.alarmed.any()
+
+
+@pytest.mark.parametrize(("round", "pending"), [(8, [1]), (7, [])])
+def test_a_client_that_signed_as_another_cluster_does_should_choose_anew(round, pending):
+    """Client 1 signed as clients 0 and 2, and has the label of the others; looked up every other round."""
+    method, engine = FeSEM(num_clusters=2), mock(round=round)
+    state = state_of(method, engine, [0, 1, 0, 1, 1, 1], **signed_by_class(range(6)))
+    assert _with_misplaced(state, engine).pending.nonzero().flatten().tolist() == pending
+    chosen = replace(state, chose_in=torch.full((6,), round - 4))  # not again within five rounds
+    assert not _with_misplaced(chosen, engine).pending.any()
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.3])

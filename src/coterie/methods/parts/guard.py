@@ -2,10 +2,10 @@
 
 A client whose loss at its center has risen signs again; if its signature is as before, only the center has changed,
 and it stays. Otherwise it gets all centers once, and so do clients whose signature did not tell their cluster clearly
-or tells another one, and clients that the method's own rule would move. They choose the one with the lowest loss, if it is
-clearly lower than that of their signature's cluster. So a rule that errs, as rules do while the centers hardly differ,
-cannot spoil a good start. This may cost at most a few percent of the models that the rounds have sent; clients beyond
-that wait.
+or tells another one, and clients that the method's own rule would move. They choose the one with the lowest loss, if
+it is clearly lower than that of their signature's cluster. So a rule that errs, as rules do while the centers hardly
+differ, cannot spoil a good start. This may cost at most a few percent of the models that the rounds have sent; clients
+beyond that wait.
 
 If a cluster is empty, or two centers are the same, the cluster whose members disagree most is split by 2-means on
 sketches of their updates, and the free center becomes the mean of one half. Every repair is recorded with round and
