@@ -265,7 +265,7 @@ def test_without_the_guard_patience_does_not_matter():
 
 
 def test_a_proposed_client_moves_in_the_round_in_which_it_chooses():
-    """It is asked in the same round, if there is room: 8 % of 100 + 2 * 5 models are 8, and one choice costs 3."""
+    """It is asked in the same round, if there is room: 8 % of 100 + 2 * 5 models are 8, and one choice costs 2."""
 
     owns = []
 
@@ -283,7 +283,7 @@ def test_a_proposed_client_moves_in_the_round_in_which_it_chooses():
     assert after.labels.tolist() == [0, 0, 1, 1, 1]
     assert not after.pending.any()
     assert after.chose_in.tolist() == [7, 0, 0, 0, 0]
-    assert after.sent_to_choose == 3
+    assert after.sent_to_choose == 2
     assert after.counts.tolist() == [[1]] * 5  # signatures still hold
     assert after.centers[1].tolist() == [6.0, 1.75]  # it still counted there: (0, 1), (8, 0), (8, 2), (8, 4)
 

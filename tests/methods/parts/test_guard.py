@@ -153,7 +153,7 @@ def test_in_the_next_round_it_chooses_by_loss():
     assert engine.calls[1:] == [("choose", [3])]
     assert after.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert not after.pending.any()
-    assert after.sent_to_choose == 3
+    assert after.sent_to_choose == 2
     assert after.chose_in.tolist() == [0, 0, 0, 2, 0, 0]
     assert after.repairs == [
         {
@@ -205,10 +205,10 @@ def test_only_rounds_with_the_guard_send_the_watch_payload(name):
 
 
 @pytest.mark.parametrize(
-    ("sent", "spent", "asked"), [(100, 0, 2), (100, 2, 2), (100, 3, 1), (100, 6, 0), (37, 0, 0), (38, 0, 1)]
+    ("sent", "spent", "asked"), [(100, 0, 4), (100, 2, 3), (100, 5, 1), (100, 7, 0), (24, 0, 0), (25, 0, 1)]
 )
 def test_so_many_choose_as_the_budget_allows_and_the_others_wait(sent, spent, asked):
-    """8 % of the models sent in rounds; a client that chooses costs K + 1 = 3 of them."""
+    """8 % of the models sent in rounds; a client that chooses costs K = 2 of them."""
     method, engine = FeSEM(num_clusters=2), mock(round=3)
     state = state_of(
         method,
@@ -222,7 +222,7 @@ def test_so_many_choose_as_the_budget_allows_and_the_others_wait(sent, spent, as
     moved = after.labels != state.labels
     assert int(moved.sum()) == asked
     assert torch.equal(after.pending, ~moved)
-    assert after.sent_to_choose == spent + 3 * asked
+    assert after.sent_to_choose == spent + 2 * asked
     if asked:  # those with the lowest keys
         assert set(moved.nonzero().flatten().tolist()) == set(engine.keys.argsort()[:asked].tolist())
 
@@ -271,7 +271,7 @@ def test_a_client_with_a_signature_moves_only_if_the_loss_is_clearly_lower(other
     assert after.labels.tolist() == [int(moves), 0, 0, 1, 1, 1]
     assert not after.pending.any()  # it has chosen, either way
     assert after.chose_in.tolist() == [3, 0, 0, 0, 0, 0]
-    assert after.sent_to_choose == 3
+    assert after.sent_to_choose == 2
     assert len(after.repairs) == int(moves)
     assert after.counts[0].tolist() == [9, 0]  # its loss has not risen: what it signed still holds
 
@@ -292,12 +292,13 @@ def test_clients_whose_data_has_changed_are_asked_first_and_sign_again():
         [0, 0, 0, 0, 1, 1],
         pending=torch.ones(6, dtype=torch.bool),
         alarmed=torch.arange(6) == 3,
-        sent_in_rounds=38,  # room for one
+        sent_in_rounds=24,  # room for one model: to sign at, and for nobody else
         **signed_by_class([0, 1, 2, 4, 5]),
     )
     assert int(engine.keys.argmin()) != 3  # by keys alone it would not be the first
     after = rechosen(method, state, engine, engine.everyone(), RNG)
-    assert engine.calls == [("sign", [3]), ("choose", [3])]
+    assert engine.calls == [("sign", [3])]  # a clear signature settles it
+    assert after.sent_to_choose == 1
     assert after.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert after.pending.tolist() == [True, True, True, False, True, True]
     assert not after.alarmed.any()
@@ -306,17 +307,22 @@ def test_clients_whose_data_has_changed_are_asked_first_and_sign_again():
     assert engine.phase == "round"
 
 
-def test_the_new_signature_decides_unless_another_loss_is_clearly_lower():
-    """Client 3, at (8, 0), signs as the right ones. At its label 0 the loss is 5; at the right ones' center 6."""
-    method, engine = FeSEM(num_clusters=2), mock(round=3)
-    pending = torch.arange(6) == 3
+def test_a_signature_that_is_not_clear_decides_unless_another_loss_is_clearly_lower():
+    """Client 3, at (8, 0), has too few samples to sign clearly. At its label 0 the loss is 5; at the other center 6."""
+    few = mock(round=3)
+    respond = few._respond
+    few._respond = lambda step, *more, **own: (
+        respond(step, *more, **own) | ({"counts": torch.tensor([1, 0])} if step == "sign" else {})
+    )
+    method, which = FeSEM(num_clusters=2), torch.arange(6) == 3
+    risen = {"pending": which, "alarmed": which}
     signed = signed_by_class([0, 1, 2, 4, 5])
-    risen = {"pending": pending, "alarmed": pending}
-    state = state_of(method, engine, [0, 0, 0, 0, 1, 1], sent_in_rounds=1000, **risen, **signed)
+    state = state_of(method, few, [0, 0, 0, 0, 1, 1], sent_in_rounds=1000, **risen, **signed)
     near = replace(state, centers=torch.tensor([[8.0, 5.0], [8.0, 6.0]]))
-    assert rechosen(method, near, engine, engine.everyone(), RNG).labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert rechosen(method, near, few, few.everyone(), RNG).labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert few.calls == [("sign", [3]), ("choose", [3])]
     clear = replace(state, centers=torch.tensor([[8.0, 4.0], [8.0, 6.0]]))  # 4 < 0.7 * 6
-    assert rechosen(method, clear, engine, engine.everyone(), RNG).labels.tolist() == [0, 0, 0, 0, 1, 1]
+    assert rechosen(method, clear, few, few.everyone(), RNG).labels.tolist() == [0, 0, 0, 0, 1, 1]
 
 
 def test_a_client_whose_signature_is_as_before_stays_and_is_sent_no_center():
@@ -379,7 +385,7 @@ def drifting():
 def test_clusters_recover_from_a_drift_at_little_cost(drifting):
     with_guard, without = (drifting[guard]._trainer.progress.rows for guard in (True, False))
     assert [row["ari"] for row in with_guard[:4]] == [1.0] * 4
-    assert with_guard[4]["ari"] < 1.0
+    assert without[4]["ari"] < 0.7
     assert with_guard[-1]["ari"] == 1.0
     assert without[-1]["ari"] < 0.7
 

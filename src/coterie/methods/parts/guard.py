@@ -1,11 +1,11 @@
 """The guard: finds broken clusters and clients in the wrong cluster after a round, and repairs both.
 
-A client whose loss at its center has risen signs again; if its signature is as before, only the center has changed,
-and it stays. Otherwise it gets all centers once, and so do clients whose signature did not tell their cluster clearly
-or tells another one, and clients that the method's own rule would move. They choose the one with the lowest loss, if
-it is clearly lower than that of their signature's cluster. So a rule that errs, as rules do while the centers hardly
-differ, cannot spoil a good start. This may cost at most a few percent of the models that the rounds have sent; clients
-beyond that wait.
+A client whose loss at its center has risen signs again. A clear signature settles it: as before, only the center has
+changed, and it stays; of another cluster, its data has changed, and it moves. If the signature is not clear, it gets
+all centers once, and so do clients whose first signature was not clear or tells another cluster, and clients that the
+method's own rule would move. They choose the one with the lowest loss, if it is clearly lower than that of their
+signature's cluster. So a rule that errs, as rules do while the centers hardly differ, cannot spoil a good start. All
+this may cost at most a few percent of the models that the rounds have sent; clients beyond that wait.
 
 If a cluster is empty, or two centers are the same, the cluster whose members disagree most is split by 2-means on
 sketches of their updates, and the free center becomes the mean of one half. Every repair is recorded with round and
@@ -66,27 +66,27 @@ def rechosen(method: CenterMethod[C], state: C, engine: Engine, answered: Tensor
     waiting = answered[state.pending[answered]]
     waiting = waiting[engine.keys[waiting].argsort()]
     waiting = waiting[(~state.alarmed[waiting]).int().argsort(stable=True)]  # first those whose loss has risen
-    each = state.num_clusters + 1  # models that a client gets: the centers, and the common one to sign at
     room = int(_SHARE * state.sent_in_rounds) - state.sent_to_choose
-    asked = waiting[: max(0, room // each)]
-    if not len(asked) or engine.round < _FIRST or state.num_clusters < 2:
+    if not len(waiting) or room < 1 or engine.round < _FIRST or state.num_clusters < 2:
         return state
     engine.begin(engine.round, "repair")
-    found = choose_anew(method, state, engine, asked, rng)
+    found = choose_anew(method, state, engine, waiting, room, rng)
     engine.begin(engine.round, "round")
-    labels, pending = state.labels.clone(), state.pending.clone()
-    moved = torch.zeros_like(pending)
-    moved[asked[found.labels != labels[asked]]] = True
-    labels[asked], pending[asked] = found.labels, False
-    alarmed = state.alarmed.index_fill(0, asked, False)
-    chose_in = state.chose_in.index_fill(0, asked, engine.round)
-    sent = state.sent_to_choose + len(asked) * each
+    labels = state.labels.index_copy(0, found.clients, found.labels)
+    moved = labels != state.labels
     # The signature of a client whose data has changed is of the past, unless it has just been renewed.
-    state = with_signatures(without_signatures(state, moved & state.alarmed), asked, found)
-    state = replace(state, labels=labels, pending=pending, alarmed=alarmed, chose_in=chose_in, sent_to_choose=sent)
+    state = with_signatures(without_signatures(state, moved & state.alarmed), found.clients, found)
+    state = replace(
+        state,
+        labels=labels,
+        pending=state.pending.index_fill(0, found.clients, False),
+        alarmed=state.alarmed.index_fill(0, found.clients, False),
+        chose_in=state.chose_in.index_fill(0, found.clients, engine.round),
+        sent_to_choose=state.sent_to_choose + found.sent,
+    )
     if not bool(moved.any()):
         return state
-    reason = f"{int(moved.sum())} of {len(asked)} client(s) that chose anew moved to another cluster"
+    reason = f"{int(moved.sum())} of {len(found.clients)} client(s) that chose anew moved to another cluster"
     return _recorded(state, None, reason, engine)
 
 

@@ -249,7 +249,7 @@ def placed(method: CenterMethod[C], state: C, engine: Engine, cohort: Tensor, rn
     return with_signatures(replace(state, labels=labels, pending=pending), new, found)
 
 
-def with_signatures(state: C, clients: Tensor, found: Found) -> C:
+def with_signatures(state: C, clients: Tensor, found: Found | Anew) -> C:
     """The state with the signatures that these clients [n] have just sent."""
     if found.signatures is None or found.counts is None or len(state.signatures) != len(state.labels):
         return state
@@ -303,31 +303,42 @@ def chosen_by_loss(state: ClusterState, engine: Engine, clients: Tensor, rng: Rn
     return labels
 
 
-def choose_anew(method: CenterMethod[C], state: C, engine: Engine, clients: Tensor, rng: Rng) -> Found:
-    """The clusters of clients that choose anew, with the signatures that they renewed.
+def choose_anew(method: CenterMethod[C], state: C, engine: Engine, clients: Tensor, room: int, rng: Rng) -> Anew:
+    """Let clients choose anew, those first whose loss has risen, with at most `room` models sent to them.
 
-    A client whose loss has risen signs again. If the new signature is clearly that of its cluster, its data has not
-    changed, and it stays: the center has. The others get all centers and choose by loss, but take another cluster than
-    that of their signature only if the loss there is clearly lower.
+    A client whose loss has risen signs again. A clear signature settles it: if it is that of its cluster, only the
+    center has changed, and it stays; otherwise its data has changed, and it moves. The others get all centers and
+    choose by loss, but take another cluster than that of their signature only if the loss there is clearly lower.
     """
-    tells = signatures_tell(state)
-    own, doubt = (values[clients] for values in by_signature(state))
+    labels, asked = state.labels[clients].clone(), torch.zeros(len(clients), dtype=torch.bool)
+    own = by_signature(state)[0][clients]
     rows = state.signatures.new_zeros(len(clients), *state.signatures.shape[1:])
     counts = torch.zeros(len(clients), *state.counts.shape[1:], dtype=torch.int64)
-    alarmed = state.alarmed[clients].nonzero().flatten() if tells else clients[:0]
-    stays = torch.zeros(len(clients), dtype=torch.bool)
-    if len(alarmed):
-        found = find_clusters(method, state, engine, clients[alarmed], rng.at("sign"))
-        own[alarmed], doubt[alarmed] = found.labels, found.in_doubt
-        stays[alarmed] = (found.labels == state.labels[clients[alarmed]]) & ~found.in_doubt
+    signing = state.alarmed[clients].nonzero().flatten()[: max(0, room)] if signatures_tell(state) else clients[:0]
+    if len(signing):
+        found = find_clusters(method, state, engine, clients[signing], rng.at("sign"))
+        own[signing] = found.labels
+        clear = signing[(found.labels >= 0) & ~found.in_doubt]
+        labels[clear], asked[clear] = own[clear], True
         if found.signatures is not None and found.counts is not None:
-            rows[alarmed.to(rows.device)], counts[alarmed] = found.signatures, found.counts
-    asked = (~stays).nonzero().flatten()
-    labels = state.labels[clients].clone()
-    if len(asked):
-        chosen = chosen_by_loss(state, engine, clients[asked], rng, own[asked])
-        labels[asked] = torch.where(chosen < 0, labels[asked], chosen)
-    return Found(labels, doubt, rows, counts)
+            rows[signing.to(rows.device)], counts[signing] = found.signatures, found.counts
+    left = (~asked).nonzero().flatten()[: max(0, room - len(signing)) // state.num_clusters]
+    if len(left):
+        chosen = chosen_by_loss(state, engine, clients[left], rng, own[left])
+        labels[left], asked[left] = torch.where(chosen < 0, labels[left], chosen), True
+    sent = len(signing) + len(left) * state.num_clusters
+    return Anew(clients[asked], labels[asked], rows[asked.to(rows.device)], counts[asked], sent)
+
+
+@dataclass(frozen=True)
+class Anew:
+    """Clients that chose anew."""
+
+    clients: Tensor  # int64 [n]
+    labels: Tensor  # int64 [n]
+    signatures: Tensor  # [n, L, D] of those that signed again
+    counts: Tensor  # [n, L]; all 0: did not sign again
+    sent: int  # models sent to clients
 
 
 def by_signature(state: CenterState) -> tuple[Tensor, Tensor]:
