@@ -53,7 +53,9 @@ def test_every_method_gives_what_the_loop_gives(name, tmp_path):
     assert found["failures"] == expected["failures"] == 0
 
 
-@pytest.mark.parametrize(("name", "settings", "messages"), [("ifca", {}, 1), ("md_icfl", {"privacy": "strong"}, 2)])
+@pytest.mark.parametrize(
+    ("name", "settings", "messages"), [("ifca", {"num_clusters": 2}, 1), ("md_icfl", {"privacy": "strong"}, 2)]
+)
 def test_messages_per_client_and_round(name, settings, messages, tmp_path):
     algorithm = find_algorithm(name)(**settings)
     setup = setup_of(algorithm, ragged_federation())
