@@ -78,16 +78,18 @@ def cluster(
         some = keys.argsort()[:_MOST]
     some = some[found.counts[some.to(found.counts.device)].sum(1).cpu() > 0]
     trim = max(0, min(trim, len(some) - num_clusters))
+    if trim:  # attackers may agree with each other: those far from the middle of all take no part in the first stage
+        some = some[_without_farthest(_from_median(found.at(some)), trim).cpu()]
     labels = torch.zeros(len(found), dtype=torch.int64, device=found.rows.device)
     kept = torch.zeros_like(labels, dtype=torch.bool)
     if not len(some):
         return Clustering(labels.cpu(), kept.cpu(), kept.cpu())
-    labels[some], kept[some] = _by_pairs(found.at(some), num_clusters, rng, keys[some], restarts, trim)
+    labels[some], kept[some] = _by_pairs(found.at(some), num_clusters, rng, keys[some], restarts), True
     for _ in range(_ITERATIONS):
         means = Means.of(found, labels, kept, num_clusters)
         distances, _ = means.distances(found, labels, kept)
         nearest = distances.argmin(1)
-        inside = _without_farthest(distances.min(1).values, trim if len(some) == len(found) else 0)
+        inside = _without_farthest(distances.min(1).values, trim)
         if bool((nearest == labels).all()) and bool((inside == kept).all()):
             break
         labels, kept = nearest, inside
@@ -169,32 +171,26 @@ class Means:
         return torch.stack(squared, dim=1), torch.stack(angles, dim=1)
 
 
-def _by_pairs(
-    found: Signatures, num_clusters: int, rng: Rng, keys: Tensor, restarts: int, trim: int
-) -> tuple[Tensor, Tensor]:
-    """k-means on mean distances to the other members, the best of several starts: labels [n], and who counts [n]."""
+def _by_pairs(found: Signatures, num_clusters: int, rng: Rng, keys: Tensor, restarts: int) -> Tensor:
+    """k-means on mean distances to the other members, the best of several starts: labels [n]."""
     distances, comparable = pair_distances(found)
     comparable = comparable.fill_diagonal_(0)
-    best: tuple[float, Tensor, Tensor] | None = None
+    best: tuple[float, Tensor] | None = None
     for number in range(restarts):
-        seeds = _seeds(distances, num_clusters, rng.at("restart", number), keys.to(distances.device), trim)
+        seeds = _seeds(distances, num_clusters, rng.at("restart", number), keys.to(distances.device))
         labels = distances[:, seeds].argmin(1)
-        kept = torch.ones_like(labels, dtype=torch.bool)
         for _ in range(_ITERATIONS):
-            to_others = _mean_distances(distances, comparable, labels, kept, num_clusters)
-            nearest = to_others.argmin(1)
-            inside = _without_farthest(to_others.min(1).values, trim)
-            if bool((nearest == labels).all()) and bool((inside == kept).all()):
+            nearest = _mean_distances(distances, comparable, labels, num_clusters).argmin(1)
+            if bool((nearest == labels).all()):
                 break
-            labels, kept = nearest, inside
-        own = _mean_distances(distances, comparable, labels, kept, num_clusters).gather(1, labels.unsqueeze(1))[:, 0]
-        empty = num_clusters - len(labels[kept].unique())
-        cost = float(own[kept].clamp_max(2).mean()) + empty
+            labels = nearest
+        own = _mean_distances(distances, comparable, labels, num_clusters).gather(1, labels.unsqueeze(1))[:, 0]
+        cost = float(own.clamp_max(2).mean()) + num_clusters - len(labels.unique())
         # Of starts that differ by rounding only the first.
         if best is None or cost < best[0] - 1e-6:
-            best = (cost, labels, kept)
+            best = (cost, labels)
     assert best is not None
-    return best[1], best[2]
+    return best[1]
 
 
 def pair_distances(found: Signatures) -> tuple[Tensor, Tensor]:
@@ -213,20 +209,20 @@ def pair_distances(found: Signatures) -> tuple[Tensor, Tensor]:
     return (total / evidence.clamp_min(1e-30)).where(evidence > 0, 1.0), (evidence > 0).to(total)
 
 
-def _mean_distances(distances: Tensor, comparable: Tensor, labels: Tensor, kept: Tensor, num_clusters: int) -> Tensor:
+def _mean_distances(distances: Tensor, comparable: Tensor, labels: Tensor, num_clusters: int) -> Tensor:
     """The mean distance of each client to the other members of each cluster, [n, K]; inf if there are none."""
-    member = one_hot(labels, num_clusters).to(distances) * kept.unsqueeze(1)
+    member = one_hot(labels, num_clusters).to(distances)
     others = comparable @ member
     return ((comparable * distances) @ member / others.clamp_min(1)).where(others > 0, torch.inf)
 
 
-def _seeds(distances: Tensor, num_clusters: int, rng: Rng, keys: Tensor, trim: int) -> list[int]:
-    """k-means++ on distances: far clients are more likely to be the next seed; with `trim` not the farthest."""
+def _seeds(distances: Tensor, num_clusters: int, rng: Rng, keys: Tensor) -> list[int]:
+    """k-means++ on distances: far clients are more likely to be the next seed."""
     chosen = [int(race(rng.at(0), keys, torch.ones(len(keys), device=keys.device)))]
     for k in range(1, num_clusters):
         away = distances[:, chosen].amin(1).clamp_min(0)
         away[chosen] = 0
-        weights = away.square() * _without_farthest(away, trim)
+        weights = away.square()
         weights = weights if float(weights.sum()) > 0 else torch.ones_like(weights)
         chosen.append(int(race(rng.at(k), keys, weights)))
     return chosen
@@ -237,6 +233,15 @@ def _without_farthest(distances: Tensor, count: int) -> Tensor:
     kept = torch.ones_like(distances, dtype=torch.bool)
     kept[distances.topk(count).indices] = False
     return kept
+
+
+def _from_median(found: Signatures) -> Tensor:
+    """The mean squared distance of each signature to the median over clients, on the classes it holds: [n]."""
+    holds = (found.counts > 0).to(found.rows)  # [n, L]
+    missing = found.rows.new_tensor(torch.nan)
+    middle = found.rows.where(holds.unsqueeze(2) > 0, missing).nanmedian(0).values.nan_to_num()  # [L, D]
+    away = (found.rows - middle).square().sum(2)
+    return (away * holds).sum(1) / holds.sum(1).clamp_min(1)
 
 
 def _spread(labels: Tensor, outliers: Tensor, distances: Tensor, keys: Tensor) -> Tensor:
