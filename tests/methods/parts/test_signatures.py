@@ -169,6 +169,18 @@ def test_very_long_rows_are_shortened_to_ten_times_the_median_of_their_class():
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_attackers_that_agree_with_each_other_are_no_cluster(seed):
+    """Flipped signatures are all alike: the common part decides them. Without trimming they would be a kind."""
+    rows, counts, true = made(held=5, seed=seed)
+    honest = torch.arange(len(rows)) >= 6
+    rows = torch.where(honest.reshape(-1, 1, 1), rows, -rows)
+    found = labels_of(rows, counts, trim=6)
+    assert torch.equal(found.outliers, ~honest)
+    assert adjusted_rand_score(true[honest], found.labels[honest]) == 1.0
+    assert adjusted_rand_score(true[honest], labels_of(rows, counts).labels[honest]) < 1.0
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_one_huge_signature_is_trimmed(seed):
     rows, counts, true = made(seed=seed)
     rows[5] *= 1e6
