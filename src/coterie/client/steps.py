@@ -94,7 +94,7 @@ OWN_MODEL = "model"
 """The name under which a client remembers a model of its own."""
 
 _SIGNATURE = 4096  # numbers in a signature, about
-_CLEARLY = 0.7  # a loss is clearly lower if it is less than this share of another
+_CLEARLY = 0.7  # a loss or distance is clearly lower if it is less than this share of another
 
 
 @client_step("coterie.block:train")
@@ -112,12 +112,16 @@ def choose(block: Block, models: Models, work: SGD, own: Tensor | None = None) -
     return Answer(choice=clearly_lowest(block.losses(models), own))
 
 
-def clearly_lowest(losses: Tensor, own: Tensor | None) -> Tensor:
-    """The lowest of several losses [c, m] -> [c]; with `own` [c], only if it is clearly lower than that one."""
-    least = losses.min(1)
+def clearly_lowest(values: Tensor, own: Tensor | None) -> Tensor:
+    """The lowest of several losses or distances [c, m] -> [c]; with `own` [c], only if clearly lower than that one.
+
+    Where models are alike, or closer together than a client's update is long, the lowest is a matter of chance.
+    """
+    least = values.min(1)
     if own is None:
         return least.indices
-    at_own = losses.gather(1, own.clamp_min(0).unsqueeze(1))[:, 0]
+    own = own.to(values.device)
+    at_own = values.gather(1, own.clamp_min(0).unsqueeze(1))[:, 0]
     return torch.where((own >= 0) & (least.values >= _CLEARLY * at_own), own, least.indices)
 
 

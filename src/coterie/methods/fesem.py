@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from coterie.client.block import Block, Models
-from coterie.client.steps import Answer, ClientStep, client_step
+from coterie.client.steps import Answer, ClientStep, clearly_lowest, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD, Proximal
 from coterie.engines.base import Engine
 from coterie.methods.base import register
-from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate, clearly_nearest, watched
+from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate, watched
 from coterie.methods.parts.clustering import cosine_distances, squared_distances
 from coterie.methods.parts.guard import guarded
 from coterie.methods.parts.start import find_clusters, first_models_start, placed, random_start, warm_start
@@ -94,8 +94,8 @@ class FeSEM(CenterMethod[CenterState]):
         update = RoundUpdate(self, state, engine)
         for chunk in self.train(state, engine, cohort, rng.at("train")):
             distances = self.distances(chunk.answer.params, state, engine)  # [c, K]
-            own = state.labels[chunk.clients]
-            update.add(chunk, (clearly_nearest(distances, own) if self.protects_start else distances.argmin(1)).cpu())
+            own = state.labels[chunk.clients] if self.protects_start else None
+            update.add(chunk, clearly_lowest(distances, own).cpu())
         return self._with_stable_rounds(state, guarded(self, state, update, engine, rng))
 
     def distances(self, params: Tensor, state: CenterState, engine: Engine) -> Tensor:

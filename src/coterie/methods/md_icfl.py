@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.client.block import Block, Models
-from coterie.client.steps import Answer, ClientStep, client_step
+from coterie.client.steps import Answer, ClientStep, clearly_lowest, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.pictures import is_picture, to_shades
@@ -37,7 +37,7 @@ from coterie.engines.base import Chunk, Engine
 from coterie.errors import ConfigError
 from coterie.methods.base import Personal, register
 from coterie.methods.parts.averaging import add_answers
-from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate, clearly_nearest, watched
+from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate, watched
 from coterie.methods.parts.clustering import CenterSums
 from coterie.methods.parts.guard import guarded
 from coterie.methods.parts.pseudo import class_distances, generate, probabilities, search
@@ -75,7 +75,7 @@ def nearest_center(distances: Tensor, counts: Tensor, own: Tensor | None) -> Ten
     """
     weights = class_weights(counts, "plain" if own is None else "balanced").to(distances)
     found = (distances * weights.unsqueeze(1)).sum(2) / weights.sum(1, keepdim=True).clamp_min(1)  # [c, K]
-    return found.argmin(1) if own is None else clearly_nearest(found, own)
+    return clearly_lowest(found, own)
 
 
 def class_weights(counts: Tensor, rule: str) -> Tensor:

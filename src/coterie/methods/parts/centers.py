@@ -27,7 +27,6 @@ from coterie.settings import setting
 PATIENCE = 5  # rounds after a choice in which the method's rule does not ask for another
 REST = 2  # rounds between two repairs of a cluster, so that the first can take effect
 
-_CLEARLY = 0.7  # a center is clearly nearer if its distance is less than this share of that to the present one
 _WIDTH = 1024  # of the sketches of updates that the guard compares
 _RISE = 1.5  # a loss has risen if it is more than so many times the past one ...
 _SLACK = 0.1  # ... plus this share of the client's first loss
@@ -247,17 +246,6 @@ class RoundUpdate(Generic[C]):
             sent_in_rounds=state.sent_in_rounds + 2 * len(self.answered),
             **changes,
         )
-
-
-def clearly_nearest(distances: Tensor, own: Tensor) -> Tensor:
-    """The nearest center [c] by distances [c, K], if it is clearly nearer than the present one `own` [c].
-
-    Where centers are closer together than a client's update is long, the nearest center is a matter of chance.
-    """
-    least = distances.min(1)
-    own = own.to(distances.device)
-    at_own = distances.gather(1, own.clamp_min(0).unsqueeze(1))[:, 0]
-    return torch.where((own >= 0) & (least.values >= _CLEARLY * at_own), own, least.indices)
 
 
 def without_signatures(state: C, which: Tensor) -> C:
