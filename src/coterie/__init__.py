@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from coterie.methods.ifca import IFCA as IFCA
     from coterie.methods.local import Local as Local
     from coterie.methods.parts.clustering import CenterSums as CenterSums
+    from coterie.nets.mixture import MixtureModel as MixtureModel
     from coterie.randomness import Rng as Rng
     from coterie.settings import setting as setting
     from coterie.views import plots as plots
@@ -65,6 +66,7 @@ _HOMES = {
     "methods.ifca": ("IFCA",),
     "methods.local": ("Local",),
     "methods.parts.clustering": ("CenterSums",),
+    "nets.mixture": ("MixtureModel",),
     "randomness": ("Rng",),
     "settings": ("setting",),
 }

@@ -178,7 +178,7 @@ def test_adapted_models_are_the_ones_that_were_evaluated():
             right = (result.personal_model(name)(x).argmax(1) == y).double().mean()
         assert float(right) == pytest.approx(scores[name])
     center = result.centers[result.unseen.labels[0]]
-    assert not torch.equal(next(result.unseen.models())[1], center)  # adapted
+    assert not torch.equal(next(result.unseen.models())[1].params[0], center)  # adapted
 
 
 def test_local_has_nothing_for_newcomers_but_the_start():
@@ -187,7 +187,7 @@ def test_local_has_nothing_for_newcomers_but_the_start():
     assert result.summary["unseen"]["ari"] is None
     assert result.unseen.rows()[0]["cluster"] is None
     for _, model in result.unseen.models():
-        assert torch.equal(model, result._trainer.engine.initial())
+        assert torch.equal(model.params[0], result._trainer.engine.initial())
 
 
 def test_under_strong_privacy_only_scores_leave_a_newcomer():

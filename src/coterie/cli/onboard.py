@@ -90,13 +90,11 @@ def _make_folder(path: Path, name: str | None) -> Path:
 
 def _write(folder: Path, result: Result, newcomers: Newcomers) -> dict[str, Any]:
     """Write the personal models and `clients.json`; its content."""
-    from coterie.nets.flat import state_dict
-
-    rows = newcomers.rows()
+    rows, task = newcomers.rows(), newcomers.engine.task
     (folder / "models").mkdir()
-    for client, vector in newcomers.models():
+    for client, served in newcomers.models():
         file = f"models/{quote(rows[client]['name'], safe=' ')}.safetensors"
-        save_weights(state_dict(newcomers.engine.task.module, vector), folder / file)
+        save_weights(served.module(task.module, task.num_classes, task.input_shape).state_dict(), folder / file)
         rows[client]["model"] = file
     report = {
         "run": str(result.path),
@@ -136,7 +134,10 @@ def export(
     ] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Export one model of a finished run. It is a plain state_dict (safetensors), to load into your own module."""
+    """Export one model of a finished run. It is a state_dict (safetensors), to load into your own module.
+
+    A client that is served with a mixture of models gets the state_dict of a `coterie.MixtureModel`.
+    """
     if (client is None) == (cluster is None):
         raise ConfigError("export needs one of --client NAME and --cluster K.")
     from coterie.runs.execution import open_run
@@ -157,7 +158,12 @@ def export(
         shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
         print(json.dumps({"file": str(file), "tensors": shapes}))
     else:
-        print(f"{file}: {len(weights)} tensors; module.load_state_dict(safetensors.torch.load_file('{file}'))")
+        load = f"safetensors.torch.load_file('{file}')"
+        is_mixture = "models.0" in ".".join(weights) and "weights" in weights
+        how = (
+            f"coterie.MixtureModel.from_state_dict(module, {load})" if is_mixture else f"module.load_state_dict({load})"
+        )
+        print(f"{file}: {len(weights)} tensors; {how}")
 
 
 def save_weights(weights: dict[str, Tensor], file: Path) -> None:

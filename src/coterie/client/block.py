@@ -42,6 +42,45 @@ def take(models: Models, choice: Tensor) -> Tensor:
     return models.table[models.refs.gather(1, choice.to(models.refs.device).unsqueeze(1)).squeeze(1)]
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """What clients are served with: one model each, or a few whose predictions are mixed."""
+
+    params: Tensor  # [c, m, P]
+    weights: Tensor  # [c, m]; rows sum to 1
+    bias: Tensor | None = None  # [c, m, L], added to the outputs of each model before they are mixed
+
+    @classmethod
+    def of_one(cls, params: Tensor) -> Mixture:
+        """One model per client, [c, P]."""
+        return cls(params.unsqueeze(1), params.new_ones(len(params), 1))
+
+    def part(self, which: slice) -> Mixture:
+        """Some of the clients."""
+        bias = None if self.bias is None else self.bias[which]
+        return Mixture(self.params[which], self.weights[which], bias)
+
+    def mixed(self, outputs: Tensor, lengths: Tensor, num_classes: int) -> Tensor:
+        """The served outputs [n, ...] from those of the models [m, n, ...]; `lengths` [c] are the clients' samples."""
+        lengths = lengths.to(outputs.device)
+        weights = self.weights.to(outputs).repeat_interleave(lengths, dim=0).T  # [m, n]
+        if self.bias is not None:
+            outputs = outputs + self.bias.to(outputs).repeat_interleave(lengths, dim=0).transpose(0, 1)
+        return mixed_outputs(outputs, weights, num_classes)
+
+
+def mixed_outputs(outputs: Tensor, weights: Tensor, num_classes: int) -> Tensor:
+    """Mix outputs [m, n, ...] with weights [m, n]: the logarithm of mixed probabilities, or the mean of numbers.
+
+    One model keeps its outputs, so that it may have any loss.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    if not num_classes:
+        return (outputs * weights.reshape(*weights.shape, *[1] * (outputs.dim() - 2))).sum(0)
+    return torch.logsumexp(outputs.log_softmax(2) + weights.clamp_min(1e-30).log().unsqueeze(2), dim=0)
+
+
 class Memory(Protocol):
     """Named tensors that the clients of a block keep between calls."""
 
@@ -208,6 +247,33 @@ class Block:
             scores.add(outputs, y, lengths)
         back = inverse.to(self._data.device)
         return {name: values[back].reshape(shape) for name, values in scores.result().items()}
+
+    def evaluate_mixture(self, mixture: Mixture, split: SplitName = "test") -> dict[str, Tensor]:
+        """Scores [c] of what each client is served with, as `evaluate` has them."""
+        scores = _Scores(self.task.num_classes, self.task.loss, self._data.device)
+        begin = 0
+        for outputs, y, lengths in self.outputs_on(mixture.params, split):
+            part = mixture.part(slice(begin, begin + len(lengths)))
+            scores.add(part.mixed(outputs, lengths, self.task.num_classes), y, lengths)
+            begin += len(lengths)
+        return scores.result()
+
+    def outputs_on(self, params: Tensor, split: SplitName) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Outputs of m models per client [c, m, P] on its own samples, clients in order.
+
+        Yields outputs [m, n, ...], labels [n], and how many of these samples each client has [u].
+        """
+        count = params.shape[1]
+        owner = torch.stack([self._split(split).shard[self.clients], self._view], dim=1)
+        sizes = self._split(split).offsets.diff()[owner[:, 0]]
+        table = params.reshape(-1, params.shape[2])
+        rows = torch.arange(len(self)) * count
+        every = [
+            self._forward_own(table, torch.cat([(rows + j).unsqueeze(1), owner], dim=1), split, sizes)
+            for j in range(count)
+        ]
+        for parts in zip(*every, strict=True):
+            yield torch.stack([outputs for outputs, _, _ in parts]), parts[0][1], parts[0][2]
 
     def _forward(self, table: Tensor, pairs: Tensor, split: SplitName) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Evaluate each (model, shard, view) once, in order: yields outputs [n, ...], labels [n], lengths of pairs."""

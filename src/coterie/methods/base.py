@@ -33,7 +33,7 @@ from __future__ import annotations
 import abc
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, Self, TypedDict, TypeVar
 
@@ -41,6 +41,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coterie.client.serving import Serving
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Engine
@@ -115,10 +116,15 @@ class ClusterState:
 
 @dataclass(frozen=True)
 class Personal:
-    """The personal models: rows of a table, or without one the model that a client remembers (`block.OWN_MODEL`)."""
+    """The personal models: rows of a table, or without one the model that a client remembers (`OWN_MODEL`).
+
+    With `serve`, the client makes its model of what it remembers and what it was sent; it may be a mixture.
+    """
 
     models: Tensor | None = None  # [M, P]
-    refs: Tensor | None = None  # int64 [n]
+    refs: Tensor | None = None  # int64 [n], or [n, m] for `serve`
+    serve: Serving | None = None
+    each: Mapping[str, Tensor] = field(default_factory=dict)  # more rows [n, ...] that `serve` takes
     adapt: Callable[[SGD], SGD] | None = None  # adaptation before use, given the local work
     private: bool = False  # only scores may leave the client: no losses, no counts
 

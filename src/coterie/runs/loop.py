@@ -368,8 +368,10 @@ def evaluate_clients(engine: Engine, personal: Personal, clients: Tensor, rng: R
     if personal.private and work is not None:
         raise NotImplementedError("No method both adapts its models and keeps its losses private.")
     step = evaluate_privately if personal.private else evaluate if work is None else adapt_and_evaluate
+    step = step if personal.serve is None else personal.serve.evaluate
     found: dict[str, NDArray[Any]] = {}
-    for chunk in engine.call(step, clients, models=personal.models, refs=personal.refs, work=work, rng=rng):
+    models, refs, each = personal.models, personal.refs, personal.each
+    for chunk in engine.call(step, clients, models=models, refs=refs, each=each, work=work, rng=rng):
         for name, values in chunk.answer.items():
             scores = np.zeros(len(clients), dtype=np.int64 if name == "samples" else np.float64)
             found.setdefault(name, scores)[chunk.positions.numpy()] = values.cpu().numpy()

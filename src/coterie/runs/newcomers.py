@@ -21,6 +21,7 @@ from coterie.engines import make_engine
 from coterie.engines.base import Engine
 from coterie.errors import ConfigError, DataError
 from coterie.methods.base import Algorithm, Personal, S
+from coterie.nets.mixture import Served
 from coterie.randomness import Rng, uniform
 from coterie.runs.loop import evaluate_clients
 from coterie.runs.metrics import METRICS, of_clusters, of_scores
@@ -122,23 +123,34 @@ class Newcomers:
             for i, name in enumerate(self.federation.names)
         ]
 
-    def models(self, clients: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Clients (by default all) and the personal models [P] they were evaluated with."""
+    def models(self, clients: Tensor | None = None) -> Iterator[tuple[int, Served]]:
+        """Clients (by default all) and what they were evaluated with."""
         who = self.engine.everyone() if clients is None else clients
         refs = None if self.personal.refs is None else self.personal.refs[who]
-        return personal_models(self.engine, replace(self.personal, refs=refs), who, self.rng)
+        each = {name: rows[who.to(rows.device)] for name, rows in self.personal.each.items()}
+        return personal_models(self.engine, replace(self.personal, refs=refs, each=each), who, self.rng)
 
 
-def personal_models(engine: Engine, personal: Personal, clients: Tensor, rng: Rng) -> Iterator[tuple[int, Tensor]]:
-    """Clients and their personal models [P], adapted if the method adapts."""
+def personal_models(engine: Engine, personal: Personal, clients: Tensor, rng: Rng) -> Iterator[tuple[int, Served]]:
+    """Clients and what they are served with, adapted if the method adapts."""
     models, refs = personal.models, personal.refs
+    if personal.serve is not None:
+        parts = personal.serve.parts
+        for chunk in engine.call(parts, clients, models=models, refs=refs, each=personal.each, rng=rng):
+            bias = chunk.answer.get("bias")
+            for place, client in enumerate(chunk.clients.tolist()):
+                own = None if bias is None else bias[place]
+                yield client, Served(chunk.answer["models"][place], chunk.answer.weights[place], own)
+        return
     if personal.adapt is None and models is not None and refs is not None:
-        yield from ((client, models[row]) for client, row in zip(clients.tolist(), refs.tolist(), strict=True))
+        for client, row in zip(clients.tolist(), refs.tolist(), strict=True):
+            yield client, Served.of_one(models[row])
         return
     step = own_model if personal.adapt is None else adapt
     work = None if personal.adapt is None else personal.adapt(engine.task.work)
     for chunk in engine.call(step, clients, models=models, refs=refs, work=work, rng=rng):
-        yield from zip(chunk.clients.tolist(), chunk.answer.params, strict=True)
+        for client, row in zip(chunk.clients.tolist(), chunk.answer.params, strict=True):
+            yield client, Served.of_one(row)
 
 
 def onboard(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError, MissingExtra, nearest_name
 from coterie.nets.flat import state_dict
+from coterie.nets.mixture import Served
 from coterie.randomness import Rng
 from coterie.runs.loop import Trainer
 from coterie.runs.newcomers import Newcomers, like_the_run, onboard, personal_models
@@ -65,24 +65,25 @@ class Result:
         return centers
 
     def personal_model(self, client: str | int) -> nn.Module:
-        """A copy of the network with the weights of this client, adapted if the method adapts."""
-        module = copy.deepcopy(self._trainer.engine.task.module)
-        module.load_state_dict(self.client_state_dict(client))
-        return module.eval()
+        """The network with the weights of this client, adapted if the method adapts; a `MixtureModel` if it mixes."""
+        task = self._trainer.engine.task
+        return self._served(client).module(task.module, task.num_classes, task.input_shape)
 
     def client_state_dict(self, client: str | int) -> dict[str, Tensor]:
-        """The weights of this client's personal model, for `load_state_dict`."""
+        """The state_dict of this client's personal model."""
+        return dict(self.personal_model(client).state_dict())
+
+    def _served(self, client: str | int) -> Served:
         names = self._trainer.federation.names
-        module = self._trainer.engine.task.module
         held_out = () if self._held_out is None else self._held_out.names
         if client in held_out and self.unseen is not None:
-            return state_dict(module, next(self.unseen.models(torch.tensor([held_out.index(str(client))])))[1])
+            return next(self.unseen.models(torch.tensor([held_out.index(str(client))])))[1]
         number = names.index(client) if isinstance(client, str) and client in names else client
         if not isinstance(number, int) or not 0 <= number < len(names):
             nearest = nearest_name(str(client), (*names, *held_out))
             hint = f" Did you mean '{nearest}'?" if nearest else ""
             raise ConfigError(f"There is no client {client!r}. Clients are {names[0]} ... {names[-1]}.{hint}")
-        return state_dict(module, personal_vector(self._trainer, number))
+        return personal_served(self._trainer, number)
 
     def cluster_state_dict(self, cluster: int) -> dict[str, Tensor]:
         """The weights of a cluster's center, for `load_state_dict`."""
@@ -161,9 +162,14 @@ def _columns_of(row: Row) -> Row:
     return found
 
 
-def personal_vector(trainer: Trainer, client: int) -> Tensor:
-    """The personal model [P] of a client, as the last round evaluated it."""
+def personal_served(trainer: Trainer, client: int) -> Served:
+    """What a client is served with, as the last round evaluated it."""
     who, round = torch.tensor([client]), trainer.progress.round
     trainer.engine.begin(round, "evaluate")
     personal = trainer.algorithm.personal(trainer.state, who)
     return next(personal_models(trainer.engine, personal, who, trainer.rng_of_evaluation(round)))[1]
+
+
+def personal_vector(trainer: Trainer, client: int) -> Tensor:
+    """The personal model [P] of a client of a method that serves one model."""
+    return personal_served(trainer, client).params[0]
