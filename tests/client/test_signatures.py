@@ -59,6 +59,7 @@ def gradients_of(block, models):
     """(position, class) -> gradient, and the same for sample counts."""
     gradients, counts = {}, {}
     for label, holders, found, samples in block.class_gradients(models):
+        found, samples = found[:, 0], samples[:, 0]
         for position, row, number in zip(holders.tolist(), found, samples.tolist(), strict=True):
             gradients[position, label], counts[position, label] = row, number
     return gradients, counts
@@ -118,6 +119,7 @@ def test_class_gradients_add_up_to_the_gradient():
     whole, _ = block.gradient(models)
     total = torch.zeros_like(whole)
     for _, holders, found, samples in block.class_gradients(models):
+        found, samples = found[:, 0], samples[:, 0]
         total[holders] += found * (samples.double() / block.samples[holders]).unsqueeze(1)
     torch.testing.assert_close(total, whole, rtol=1e-9, atol=1e-12)
 

@@ -161,11 +161,14 @@ class Block:
         cut = self.task.layout.num_parameters
         return params[:, :cut] - moved[:, :cut], moved[:, cut:]
 
-    def class_gradients(self, models: Models | Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    def class_gradients(
+        self, models: Models | Tensor, parts: int = 1, by_class: bool = True
+    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """The mean gradient over each client's training samples of each class, one class after the other.
 
-        Yields the class, which clients hold it (positions [h]), their gradients [h, num_parameters] and sample counts
-        [h].
+        Yields the class, which clients hold it (positions [h]), their gradients [h, parts, num_parameters] and sample
+        counts [h, parts]. With several `parts`, the samples of a class are divided among them; a part may be empty.
+        Without `by_class`, or in a task without classes, all samples are one class.
         """
         sent = models if isinstance(models, Models) else self._one_each(models)
         split, device, keys = self._split("train"), self._data.device, self.rng("class gradients")
@@ -174,18 +177,23 @@ class Block:
         real = (place < sizes.unsqueeze(1)).to(device)  # [c, longest]
         where = (first.unsqueeze(1) + torch.minimum(place, sizes.unsqueeze(1) - 1)).to(device)
         x, y = self._data.at("train", where.flatten(), self._view.repeat_interleave(len(place)))
-        x, y = x.reshape(*where.shape, *x.shape[1:]), y.reshape(where.shape)
+        x, y = x.reshape(*where.shape, *x.shape[1:]), y.reshape(*where.shape, *y.shape[1:])
         self.gradients += int(sizes.sum())
-        for label in range(self.task.num_classes):
-            mine = (y == label) & real
+        for label in range(self.task.num_classes if by_class and self.task.num_classes else 1):
+            mine = (y == label) & real if by_class and self.task.num_classes else real
             counts = mine.sum(1)  # [c]
             holders = counts.nonzero().flatten()
             if not len(holders):
                 continue
             order = mine[holders].to(torch.int8).argsort(dim=1, descending=True, stable=True)
-            batch = Batch(x[holders], y[holders].gather(1, order), None, keys[holders])
-            found = self._mean_gradient(sent.table[sent.refs[holders]], batch, order, counts[holders])
-            yield label, holders, found, counts[holders]
+            found, samples = [], []
+            for part in range(parts):
+                which = order[:, part::parts]
+                row = torch.arange(len(holders), device=device).unsqueeze(1)
+                batch = Batch(x[holders], y[holders][row, which], None, keys[holders])
+                samples.append((counts[holders] + parts - 1 - part) // parts)
+                found.append(self._mean_gradient(sent.table[sent.refs[holders]], batch, which, samples[-1]))
+            yield label, holders, torch.stack(found, dim=1), torch.stack(samples, dim=1)
 
     def _mean_gradient(self, params: Tensor, data: Batch, order: Tensor, counts: Tensor) -> Tensor:
         """Gradient of each model [h, P] over the first `counts` [h] samples in `order`: [h, num_parameters]."""

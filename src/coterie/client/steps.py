@@ -133,7 +133,7 @@ def sign(block: Block, models: Models, work: SGD) -> Answer:
     rows = torch.zeros(len(block), classes, width, dtype=models.table.dtype, device=models.table.device)
     counts = torch.zeros(len(block), classes, dtype=torch.int64, device=models.table.device)
     for label, holders, gradients, samples in block.class_gradients(models):
-        rows[holders, label], counts[holders, label] = sketch(gradients), samples
+        rows[holders, label], counts[holders, label] = sketch(gradients[:, 0]), samples[:, 0]
     return Answer(signature=rows, counts=counts)
 
 

@@ -59,6 +59,28 @@ class Repair(TypedDict):
     reason: str
 
 
+class Move(TypedDict):
+    """A client that moved to another cluster."""
+
+    client: str
+    from_cluster: int
+    to_cluster: int
+
+
+class Decision(TypedDict, total=False):
+    """What a method decided about its clusters, and why."""
+
+    round: int
+    what: str  # cut, refused or move
+    clusters: list[int]  # the parts of a cut, of which the first had the number before; or the cluster looked at
+    sizes: list[int]  # clients in each part, as far as they gave evidence
+    z: float  # evidence; see parts/kinds.py
+    q: float  # benefit
+    signed_at: str  # the model at which clients signed
+    moves: list[Move]
+    loss_rose: int  # how many of those who moved had told that their loss rose
+
+
 @dataclass(frozen=True)
 class ClusterState:
     """The state of a clustered method after a round. Subclasses add fields; all are saved."""

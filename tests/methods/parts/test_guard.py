@@ -15,7 +15,7 @@ from coterie.methods.base import algorithms
 from coterie.methods.fedds import FedDSMIC
 from coterie.methods.fesem import FeSEM
 from coterie.methods.parts.centers import CenterMethod, watched
-from coterie.methods.parts.guard import _with_misplaced, rechosen
+from coterie.methods.parts.guard import with_misplaced, rechosen
 from coterie.randomness import Rng
 from coterie.runs.experiment import merge, resolve
 from coterie.runs.loop import Schedule
@@ -344,9 +344,9 @@ def test_a_client_that_signed_as_another_cluster_does_should_choose_anew(round, 
     """Client 1 signed as clients 0 and 2, and has the label of the others; looked up every other round."""
     method, engine = FeSEM(num_clusters=2), mock(round=round)
     state = state_of(method, engine, [0, 1, 0, 1, 1, 1], **signed_by_class(range(6)))
-    assert _with_misplaced(state, engine).pending.nonzero().flatten().tolist() == pending
+    assert with_misplaced(state, engine).pending.nonzero().flatten().tolist() == pending
     chosen = replace(state, chose_in=torch.full((6,), round - 4))  # not again within five rounds
-    assert not _with_misplaced(chosen, engine).pending.any()
+    assert not with_misplaced(chosen, engine).pending.any()
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.3])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coterie.client.block import Block, Models
-from coterie.client.steps import Answer, ClientStep, client_step
+from coterie.client.steps import Answer, ClientStep, client_step, sign
 from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState, num_clusters_setting
@@ -52,12 +52,17 @@ def watched(block: Block, models: Models, watch: Tensor | None) -> dict[str, Ten
     loss, has = held["loss"], held["samples"] > 0  # [c]
     if not bool(has.all()):
         loss = torch.where(has, loss, block.losses(models))
+    return {"alarm": has_risen(block, loss)}
+
+
+def has_risen(block: Block, loss: Tensor) -> Tensor:
+    """Whether a loss [c] is far above those that the clients remember, bool [c]; they remember this one too."""
     first = block.memory.get("first loss", loss)
     past = block.memory.get("past loss", torch.full_like(loss, torch.inf))
     risen = loss > _RISE * past + _SLACK * first
     block.memory.put("first loss", first)
     block.memory.put("past loss", torch.where(risen | past.isinf(), loss, (past + loss) / 2))
-    return {"alarm": risen}
+    return risen
 
 
 # ---- state and settings ----
@@ -85,13 +90,12 @@ C = TypeVar("C", bound=CenterState)
 
 
 @dataclass(frozen=True)
-class CenterMethod(Averaging[C]):
-    """K centers. Each client trains from its center, is assigned to one, and is averaged into it."""
+class SignedMethod(Averaging[C]):
+    """Centers, and clients that are placed by their signatures and watch their losses."""
 
     state_type: ClassVar[type[ClusterState]] = CenterState
+    choice_share: ClassVar[float] = 0.08  # of the models sent in rounds: so many may go to clients that choose anew
 
-    num_clusters: int = num_clusters_setting()
-    init: Literal["warm", "paper"] = setting("warm", "start from a clustering of signatures, or as in the paper")
     signal: Literal["classes", "updates"] = setting(
         "classes",
         "what the start compares: gradients of the classes that two clients share, or the directions of their updates, "
@@ -101,15 +105,13 @@ class CenterMethod(Averaging[C]):
         True, "repair empty and duplicate clusters, and let clients choose anew when their loss has risen"
     )
     weighting: Literal["equal", "samples"] = setting("samples", "weight of a client in its cluster's mean")
-    restarts: int = setting(20, "random restarts of the first clustering", ge=1)
-    warmup: int = setting(3, "rounds of plain averaging before the first clustering, with init=warm", ge=0)
 
-    def empty_state(self, engine: Engine) -> C:
+    def first_state(self, engine: Engine, num_clusters: int, **more: Any) -> C:
         """K copies of the common model; no client seen yet."""
         count = engine.num_clients
-        more = {name: torch.zeros(count, dtype=torch.bool) for name in ("pending", "alarmed")}
+        more |= {name: torch.zeros(count, dtype=torch.bool) for name in ("pending", "alarmed")}
         more["chose_in"] = torch.zeros(count, dtype=torch.int64)
-        state: C = self.state_type.common_start(engine, self.num_clusters, **more)  # type: ignore[assignment]
+        state: C = self.state_type.common_start(engine, num_clusters, **more)  # type: ignore[assignment]
         return state
 
     def work(self, engine: Engine) -> SGD:
@@ -129,16 +131,18 @@ class CenterMethod(Averaging[C]):
             step, cohort, models=state.centers, refs=rows, payload=payload, work=self.work(engine), rng=rng
         )
 
-    def train(self, state: C, engine: Engine, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:
-        """Each client of the cohort that has a center trains from it."""
-        placed = cohort[state.labels[cohort] >= 0]
-        return self.train_from(state, engine, placed, state.labels[placed], rng)
-
     def train_common(self, state: C, engine: Engine, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:
         """The clients of the cohort train from the common model."""
         step, payload = self.member_step(state, engine)
         models, refs = state.common.unsqueeze(0), torch.zeros(len(cohort), dtype=torch.int64)
         return engine.call(step, cohort, models=models, refs=refs, payload=payload, work=self.work(engine), rng=rng)
+
+    def sign(self, state: C, engine: Engine, clients: Tensor, rng: Rng) -> Iterator[Chunk]:
+        """Clients sign at the common model; by updates, they train from it."""
+        if not self.signs_classes(engine):
+            return self.train_common(state, engine, clients, rng)
+        refs = torch.zeros(len(clients), dtype=torch.int64)
+        return engine.call(sign, clients, models=state.common.unsqueeze(0), refs=refs, rng=rng)
 
     def signs_classes(self, engine: Engine) -> bool:
         """Whether clients sign by classes; otherwise by updates."""
@@ -148,24 +152,43 @@ class CenterMethod(Averaging[C]):
         """What is compared of models trained from the common model, [c, P] -> [c, D]: by default the update."""
         return update_of(params, state, engine)
 
-    def average(self, state: C, engine: Engine) -> Average:
-        """How the members of a cluster become its center."""
-        return self.mean_of(self.num_clusters, engine, like=state.centers)
-
     def weights_of(self, chunk: Chunk) -> Tensor:
         """The weight of each client of a chunk in its cluster's mean, [c]."""
         samples = samples_of(chunk)
         return samples if self.weighting == "samples" else torch.ones_like(samples)
 
     @property
-    def protects_start(self) -> bool:
-        """Whether clients confirm what the method's rule proposes. From a random start, the rule must be free."""
-        return self.guard and self.init == "warm"
-
-    @property
     def watches_losses(self) -> bool:
         """Whether clients tell when their loss has risen, and then choose anew."""
         return self.guard
+
+
+@dataclass(frozen=True)
+class CenterMethod(SignedMethod[C]):
+    """K centers. Each client trains from its center, is assigned to one, and is averaged into it."""
+
+    num_clusters: int = num_clusters_setting()
+    init: Literal["warm", "paper"] = setting("warm", "start from a clustering of signatures, or as in the paper")
+    restarts: int = setting(20, "random restarts of the first clustering", ge=1)
+    warmup: int = setting(3, "rounds of plain averaging before the first clustering, with init=warm", ge=0)
+
+    def empty_state(self, engine: Engine) -> C:
+        """K copies of the common model; no client seen yet."""
+        return self.first_state(engine, self.num_clusters)
+
+    def train(self, state: C, engine: Engine, cohort: Tensor, rng: Rng) -> Iterator[Chunk]:
+        """Each client of the cohort that has a center trains from it."""
+        placed = cohort[state.labels[cohort] >= 0]
+        return self.train_from(state, engine, placed, state.labels[placed], rng)
+
+    def average(self, state: C, engine: Engine) -> Average:
+        """How the members of a cluster become its center."""
+        return self.mean_of(self.num_clusters, engine, like=state.centers)
+
+    @property
+    def protects_start(self) -> bool:
+        """Whether clients confirm what the method's rule proposes. From a random start, the rule must be free."""
+        return self.guard and self.init == "warm"
 
 
 # ---- a round ----

@@ -28,6 +28,7 @@ from coterie.methods.parts.centers import (
     C,
     CenterMethod,
     RoundUpdate,
+    SignedMethod,
     Watch,
     without_signatures,
 )
@@ -36,7 +37,6 @@ from coterie.methods.parts.start import by_signature, choose_anew, enough_client
 from coterie.randomness import Rng
 
 _SAME = 0.05  # centers closer than this share of a typical update are the same
-_SHARE = 0.08  # of the models sent in rounds: so many may be sent to clients that choose anew
 _FIRST = 2  # the first round after which clients choose anew: before it, the centers hardly differ
 
 
@@ -48,11 +48,11 @@ def guarded(method: CenterMethod[C], before: C, update: RoundUpdate[C], engine: 
     found = repaired(method, before, after, engine, update.watch, rng)
     if found is not after or not method.watches_losses:
         return found  # clients choose when the repair has taken effect
-    return rechosen(method, _with_misplaced(after, engine), engine, update.answered, rng.at("choose"))
+    return rechosen(method, with_misplaced(after, engine), engine, update.answered, rng.at("choose"))
 
 
-def _with_misplaced(state: C, engine: Engine) -> C:
-    """Clients whose signature clearly belongs to another cluster should choose anew; looked up every other round."""
+def with_misplaced(state: C, engine: Engine) -> C:
+    """Mark clients whose signature clearly belongs to another cluster to choose anew; every other round."""
     if engine.round % 2:
         return state
     found, doubt = by_signature(state)
@@ -61,12 +61,12 @@ def _with_misplaced(state: C, engine: Engine) -> C:
     return replace(state, pending=state.pending | wrong) if bool(wrong.any()) else state
 
 
-def rechosen(method: CenterMethod[C], state: C, engine: Engine, answered: Tensor, rng: Rng) -> C:
+def rechosen(method: SignedMethod[C], state: C, engine: Engine, answered: Tensor, rng: Rng) -> C:
     """Let pending clients that took part in the round choose their cluster anew."""
     waiting = answered[state.pending[answered]]
     waiting = waiting[engine.keys[waiting].argsort()]
     waiting = waiting[(~state.alarmed[waiting]).int().argsort(stable=True)]  # first those whose loss has risen
-    room = int(_SHARE * state.sent_in_rounds) - state.sent_to_choose
+    room = int(method.choice_share * state.sent_in_rounds) - state.sent_to_choose
     if not len(waiting) or room < 1 or engine.round < _FIRST or state.num_clusters < 2:
         return state
     engine.begin(engine.round, "repair")
@@ -87,7 +87,7 @@ def rechosen(method: CenterMethod[C], state: C, engine: Engine, answered: Tensor
     if not bool(moved.any()):
         return state
     reason = f"{int(moved.sum())} of {len(found.clients)} client(s) that chose anew moved to another cluster"
-    return _recorded(state, None, reason, engine)
+    return recorded(state, None, reason, engine)
 
 
 def repaired(method: CenterMethod[C], before: C, after: C, engine: Engine, watch: Watch, rng: Rng) -> C:
@@ -120,10 +120,11 @@ def repaired(method: CenterMethod[C], before: C, after: C, engine: Engine, watch
         return after  # no model for the free center
     reason += f": cluster {wide} was split into {len(members) - len(leaving)} and {len(leaving)} clients"
     after = replace(after, centers=average.means(keep=after.centers), labels=labels, repaired_in=engine.round)
-    return _recorded(after, broken, reason, engine)
+    return recorded(after, broken, reason, engine)
 
 
-def _recorded(state: C, cluster: int | None, reason: str, engine: Engine) -> C:
+def recorded(state: C, cluster: int | None, reason: str, engine: Engine) -> C:
+    """The state with one more repair."""
     repair = Repair(round=engine.round, cluster=cluster, reason=reason)
     return replace(state, repairs=[*state.repairs, repair], stable_rounds=0)
 

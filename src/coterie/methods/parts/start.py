@@ -16,12 +16,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coterie.client.steps import choose, sign, signature_shape, train_and_sign
+from coterie.client.steps import choose, signature_shape, train_and_sign
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState
 from coterie.methods.parts import signatures
 from coterie.methods.parts.averaging import Average, fits_in_memory, samples_of
-from coterie.methods.parts.centers import C, CenterMethod, CenterState, has_signature
+from coterie.methods.parts.centers import C, CenterMethod, CenterState, SignedMethod, has_signature
 from coterie.methods.parts.clustering import kmeans
 from coterie.methods.parts.signatures import Clustering, Signatures
 from coterie.nets.sketch import sketch_of
@@ -215,7 +215,7 @@ def _shape(method: CenterMethod[C], state: C, engine: Engine) -> tuple[int, int]
     return 1, min(_WIDTH, size)
 
 
-def signatures_in(chunk: Chunk, method: CenterMethod[C], state: C, engine: Engine) -> tuple[Tensor, Tensor]:
+def signatures_in(chunk: Chunk, method: SignedMethod[C], state: C, engine: Engine) -> tuple[Tensor, Tensor]:
     """The signatures [c, L, D] and counts [c, L] in the answers of a chunk."""
     if "signature" in chunk.answer:
         return chunk.answer.signature, chunk.answer.counts.cpu()
@@ -238,7 +238,7 @@ class Found:
     counts: Tensor | None = None  # [n, L]
 
 
-def placed(method: CenterMethod[C], state: C, engine: Engine, cohort: Tensor, rng: Rng) -> C:
+def placed(method: SignedMethod[C], state: C, engine: Engine, cohort: Tensor, rng: Rng) -> C:
     """The state in which the new clients of a cohort have a cluster; one that does not answer has none."""
     new = cohort[state.labels[cohort] < 0]
     if not len(new):
@@ -260,7 +260,7 @@ def with_signatures(state: C, clients: Tensor, found: Found | Anew) -> C:
     return replace(state, signatures=rows, counts=counts)
 
 
-def find_clusters(method: CenterMethod[C], state: C, engine: Engine, clients: Tensor, rng: Rng) -> Found:
+def find_clusters(method: SignedMethod[C], state: C, engine: Engine, clients: Tensor, rng: Rng) -> Found:
     """The clusters of clients that were not in the start: by signature, or by loss where signatures do not tell."""
     known = has_signature(state)
     labels = torch.full((len(clients),), -1, dtype=torch.int64)
@@ -270,7 +270,7 @@ def find_clusters(method: CenterMethod[C], state: C, engine: Engine, clients: Te
     members = Signatures.of(state.signatures[known.to(state.signatures.device)], state.counts[known])
     rows = state.signatures.new_zeros(len(clients), *state.signatures.shape[1:])
     counts = torch.zeros(len(clients), state.counts.shape[1], dtype=torch.int64)
-    for chunk in _sign(method, state, engine, clients, rng):
+    for chunk in method.sign(state, engine, clients, rng):
         own, held = signatures_in(chunk, method, state, engine)
         where = chunk.positions
         rows[where.to(rows.device)], counts[where] = own.to(rows), held
@@ -280,14 +280,6 @@ def find_clusters(method: CenterMethod[C], state: C, engine: Engine, clients: Te
     if len(lost):
         labels[lost] = chosen_by_loss(state, engine, clients[lost], rng.at("lost"))
     return Found(labels, doubt, rows, counts)
-
-
-def _sign(method: CenterMethod[C], state: C, engine: Engine, clients: Tensor, rng: Rng) -> Iterator[Chunk]:
-    """Clients sign at the common model; by updates, they train from it."""
-    if not method.signs_classes(engine):
-        return method.train_common(state, engine, clients, rng)
-    refs = torch.zeros(len(clients), dtype=torch.int64)
-    return engine.call(sign, clients, models=state.common.unsqueeze(0), refs=refs, rng=rng)
 
 
 def chosen_by_loss(state: ClusterState, engine: Engine, clients: Tensor, rng: Rng, own: Tensor | None = None) -> Tensor:
@@ -303,7 +295,7 @@ def chosen_by_loss(state: ClusterState, engine: Engine, clients: Tensor, rng: Rn
     return labels
 
 
-def choose_anew(method: CenterMethod[C], state: C, engine: Engine, clients: Tensor, room: int, rng: Rng) -> Anew:
+def choose_anew(method: SignedMethod[C], state: C, engine: Engine, clients: Tensor, room: int, rng: Rng) -> Anew:
     """Let clients choose anew, those first whose loss has risen, with at most `room` models sent to them.
 
     A client whose loss has risen signs again. A clear signature settles it: if it is that of its cluster, only the

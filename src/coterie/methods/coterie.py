@@ -1,0 +1,446 @@
+"""Coterie: finds the kinds of clients and their number, trains a model for each, and personalises it.
+
+The method for clients of which nothing is known. It costs FedAvg's bytes and asks only the clients of a round's cohort.
+
+1. For `warmup` rounds it is FedAvg: one center.
+2. Then clients sign, once each: per class, the mean gradient of their samples at the center of that round, in two
+   halves (`parts/kinds.py`). Gradients of two halves of one kind agree up to noise, and the noise is known. Kinds are
+   groups of clients that differ beyond noise, and by so much that a model of their own is worth its smaller data. So
+   the number of kinds is found; with IID clients or pure label skew it is one. A client that takes part for the first
+   time later signs then, and joins the nearest kind.
+3. In some later rounds clients sign at their own centers: a model that has learnt more shows smaller differences. A
+   cluster with several kinds is cut, and its parts start from the means of their members' models.
+4. A client whose held-out loss rises signs again and moves, or chooses a center by its loss (`parts/guard.py`).
+5. Each client is served with a mix of its center, adjusted to its label proportions, and the model that it trained
+   last, as its held-out samples prefer (`parts/personal.py`).
+
+Every decision is recorded with its evidence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from coterie.client.block import Block, Models
+from coterie.client.steps import OWN_MODEL, Answer, client_step
+from coterie.client.task import Task
+from coterie.client.work import SGD
+from coterie.engines.base import Chunk, Engine
+from coterie.errors import ConfigError
+from coterie.methods.base import ClusterState, Decision, Move, Personal, register
+from coterie.methods.parts import signatures
+from coterie.methods.parts.averaging import fits_in_memory
+from coterie.methods.parts.centers import REST, CenterState, SignedMethod, has_risen, has_signature, watched
+from coterie.methods.parts.guard import rechosen, with_misplaced
+from coterie.methods.parts.kinds import CLEAR, WORTH, Halves, Kinds, Limits, Noise, find_kinds
+from coterie.methods.parts.personal import NUM_MIXES, choose_mix, compare_mixes, served
+from coterie.methods.parts.signatures import Signatures
+from coterie.methods.parts.start import chosen_by_loss, find_clusters, signatures_tell
+from coterie.nets.sketch import sketch_of
+from coterie.randomness import Rng
+from coterie.settings import setting
+
+AUTO = "auto"
+_WIDEST, _NARROWEST = 409, 32  # numbers per class and half in a signature
+_MOST_CLUSTERS = 100
+_ENOUGH = 16  # clients that must have signed before kinds are looked for, or all
+_AGAIN = 6  # rounds after the first signing in which clients sign again; then twice as many, and so on
+_LARGE = 1e9  # in place of infinity, which JSON does not have
+_FADES = 0.5  # how much a cluster's past preference for mixes counts in a round
+
+
+# ---- the client's half ----
+
+
+@client_step("coterie.coterie:train_member")
+def train_member(
+    block: Block,
+    models: Models,
+    work: SGD,
+    shares: Tensor | None = None,
+    curve: Tensor | None = None,
+    watch: Tensor | None = None,
+    sign: Tensor | None = None,
+) -> Answer:
+    """Train the center and keep the result; before, watch its loss, and compare mixes on held-out samples.
+
+    With `sign`, sign at the center; it is positive if classes are told apart.
+    """
+    found: dict[str, Tensor] = {}
+    if shares is not None and curve is not None:
+        losses, samples = compare_mixes(block, models.rows(), shares)
+        choose_mix(block, losses, samples, curve)
+        found |= {"losses": losses.nan_to_num(posinf=0.0).to(models.table.dtype), "held": samples}
+        if watch is not None:
+            found["alarm"] = has_risen(block, losses[:, 0])
+    else:
+        found |= watched(block, models, watch)
+    trained = block.train(models, work)
+    block.memory.put(OWN_MODEL, trained)
+    found |= {} if sign is None else signed_halves(block, models, bool(sign > 0))
+    return Answer(params=trained, samples=block.samples, **found)
+
+
+@client_step("coterie.coterie:sign_at")
+def sign_at(block: Block, models: None, work: SGD, reference: Tensor, sign: Tensor) -> Answer:
+    """Sign at a model that is sent with half precision."""
+    row = reference.to(block.initial.dtype).unsqueeze(0)
+    refs = torch.zeros(len(block), dtype=torch.int64, device=row.device)
+    return Answer(**signed_halves(block, Models(row, refs), bool(sign > 0)))
+
+
+def signed_halves(block: Block, models: Models, by_class: bool) -> dict[str, Tensor]:
+    """A signature [c, L, D], the difference of its halves, and sample counts [c, L]."""
+    table = models.table
+    classes, width = signature_shape(block.task, by_class)
+    sketch = sketch_of(block.task.layout.num_parameters, width, Rng.seed(0).at("signature"), table.device)
+    rows = torch.zeros(len(block), classes, width, dtype=table.dtype, device=table.device)
+    contrasts = torch.zeros_like(rows)
+    counts = torch.zeros(len(block), classes, dtype=torch.int64, device=table.device)
+    for label, holders, gradients, samples in block.class_gradients(models, parts=2, by_class=by_class):
+        halves = [sketch(gradients[:, part]) for part in range(2)]
+        total = samples.sum(1)
+        share = (samples / total.unsqueeze(1)).to(rows)
+        rows[holders, label] = share[:, :1] * halves[0] + share[:, 1:] * halves[1]
+        contrasts[holders, label] = (halves[0] - halves[1]) * (samples[:, 1:] > 0)
+        counts[holders, label] = total
+    return {"signature": rows, "contrast": contrasts, "counts": counts}
+
+
+def signature_shape(task: Task, by_class: bool) -> tuple[int, int]:
+    """The number of rows of a signature and their width: with both halves at most about half a model."""
+    classes = max(1, task.num_classes) if by_class else 1
+    size = task.layout.num_parameters
+    return classes, min(size, max(_NARROWEST, min(_WIDEST, size // (4 * classes))))
+
+
+# ---- the server's half ----
+
+
+@dataclass(frozen=True)
+class CoterieState(CenterState):
+    """The clusters, the evidence for them, and what was decided."""
+
+    of_clients: ClassVar[tuple[str, ...]] = (*CenterState.of_clients, "contrasts")
+
+    contrasts: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, L, D] differences of the signatures' halves
+    shares: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, L] label proportions; 0: unknown
+    curves: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, G] mean held-out losses of mixes
+    signed_in: int = 0  # the round at whose center clients sign; 0: not yet
+    decisions: list[Decision] = field(default_factory=list)
+
+
+@register
+@dataclass(frozen=True)
+class Coterie(SignedMethod[CoterieState]):
+    """As many models as there are kinds of clients, each personalised; the default."""
+
+    key: ClassVar[str] = "coterie"
+    paper: ClassVar[str] = "this project; builds on FeSEM, MD-ICFL, CFL and APFL"
+    state_type: ClassVar[type[ClusterState]] = CoterieState
+    choice_share: ClassVar[float] = 0.03
+
+    num_clusters: int | str = setting(AUTO, "number of clusters K: auto finds it; a number; or a range such as 2-6")
+    warmup: int = setting(3, "rounds of plain averaging before clients sign", ge=1)
+    serve: Literal["own", "kind"] = setting(
+        "own",
+        "what a client's model is for: data like its own, or any data of its kind (then it is its cluster's model)",
+    )
+    clear: float = setting(CLEAR, "evidence (z) beyond which groups of clients are of different kinds", gt=0)
+    worth: float = setting(WORTH, "benefit (q) beyond which a kind gets a model of its own", ge=0)
+
+    def start(self, task: Task, engine: Engine, rng: Rng) -> CoterieState:
+        """One center: the common model."""
+        classes, width = signature_shape(task, self.signs_classes(engine))
+        zeros = torch.zeros(engine.num_clients, classes, width, dtype=engine.dtype, device=engine.device)
+        return self.first_state(
+            engine,
+            1,
+            signatures=zeros,
+            contrasts=zeros.clone(),
+            counts=torch.zeros(engine.num_clients, classes, dtype=torch.int64),
+            shares=zeros.new_zeros(1, classes if classes > 1 else 0),
+            curves=zeros.new_zeros(1, NUM_MIXES),
+        )
+
+    def check(self, num_clients: int) -> None:
+        """Refuse a number or range of clusters that cannot be."""
+        low, high = self.bounds
+        if low < 1 or (high is not None and high < low):
+            raise ConfigError(
+                f"num_clusters of Coterie must be at least 1, and a range must rise. Got {self.num_clusters!r} instead."
+            )
+        if low > num_clients:
+            raise ConfigError(
+                f"num_clusters of Coterie must be at most the number of clients, {num_clients}. "
+                f"Got {self.num_clusters!r} instead."
+            )
+
+    @property
+    def bounds(self) -> tuple[int, int | None]:
+        """The least and the largest number of clusters; None: any."""
+        if self.num_clusters == AUTO:
+            return 1, None
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", str(self.num_clusters))
+        if found is None:
+            raise ConfigError(
+                "num_clusters of Coterie must be 'auto', an int >= 1, or a range such as '2-6'. "
+                f"Got {self.num_clusters!r} instead."
+            )
+        return int(found[1]), int(found[2] or found[1])
+
+    def round(self, state: CoterieState, engine: Engine, cohort: Tensor, rng: Rng) -> CoterieState:
+        """Place new clients, train, average; look for kinds if clients signed; let clients choose anew."""
+        if not state.signed_in and engine.round > self.warmup:
+            state = replace(state, common=state.centers[0], signed_in=engine.round)
+        signed = has_signature(state)
+        state = self._placed(state, engine, cohort, rng.at("place"))
+        is_signing = self._signs_now(state, engine)
+        update = _Update(self, state, engine, keep=is_signing or not torch.equal(has_signature(state), signed))
+        for chunk in self._train(state, engine, cohort[state.labels[cohort] >= 0], is_signing, rng.at("train")):
+            update.add(chunk)
+        state = update.averaged()
+        if update.keep:
+            state = update.with_kinds(state)
+        if not self.guard or state.num_clusters < 2:
+            return state
+        return self._rechosen(with_misplaced(state, engine), engine, update.answered, rng.at("choose"))
+
+    def _signs_now(self, state: CoterieState, engine: Engine) -> bool:
+        """Whether the members sign at their centers in this round."""
+        since = engine.round - state.signed_in
+        if not state.signed_in or (
+            since and engine.round + REST > (engine.task.work.total_rounds or engine.round + REST)
+        ):
+            return False  # at the end there is no time left for new clusters
+        return since % _AGAIN == 0 and (since // _AGAIN + 1).bit_count() == 1
+
+    def _train(
+        self, state: CoterieState, engine: Engine, members: Tensor, is_signing: bool, rng: Rng
+    ) -> Iterator[Chunk]:
+        labels = state.labels[members]
+        payload = {"watch": torch.ones(())} if self.guard else {}
+        if is_signing:
+            payload["sign"] = self._by_class(engine)
+        each = {} if self.serve == "kind" else _told(state, labels)
+        work = self.work(engine)
+        models, refs = state.centers, labels
+        return engine.call(
+            train_member, members, models=models, refs=refs, payload=payload, each=each, work=work, rng=rng
+        )
+
+    def _by_class(self, engine: Engine) -> Tensor:
+        return torch.tensor(float(self.signs_classes(engine)))
+
+    # ---- clients that come later, and clients that change ----
+
+    def _placed(self, state: CoterieState, engine: Engine, cohort: Tensor, rng: Rng) -> CoterieState:
+        """The state in which the clients of a cohort have a cluster; clients that have not signed yet sign now."""
+        if state.num_clusters == 1:
+            state = replace(state, labels=state.labels.index_fill(0, cohort, 0))
+        late = cohort[~has_signature(state)[cohort]]
+        if not len(late) or state.signed_in in (0, engine.round):
+            return state
+        known = has_signature(state) & (state.labels >= 0)
+        for chunk in self.sign(state, engine, late, rng.at("sign")):
+            state = _with_signatures(state, chunk)
+        if state.num_clusters == 1 or not signatures_tell(replace(state, counts=state.counts * known.unsqueeze(1))):
+            labels = torch.zeros_like(late) if state.num_clusters == 1 else chosen_by_loss(state, engine, late, rng)
+            return replace(state, labels=state.labels.index_copy(0, late, labels))
+        there = known.to(state.signatures.device)
+        members = Signatures.of(state.signatures[there], state.counts[known])
+        new = late[has_signature(state)[late]]
+        signed = Signatures(state.signatures[new.to(there.device)], state.counts[new].to(state.signatures))
+        labels, doubt = signatures.nearest(signed, members, state.labels[known], state.num_clusters)
+        lost = (labels < 0).nonzero().flatten()
+        if len(lost):  # they share no class with any member
+            labels[lost] = chosen_by_loss(state, engine, new[lost], rng.at("lost"))
+        pending = state.pending.index_copy(0, new, doubt)
+        return replace(state, labels=state.labels.index_copy(0, new, labels), pending=pending)
+
+    def sign(self, state: CoterieState, engine: Engine, clients: Tensor, rng: Rng) -> Iterator[Chunk]:
+        """Clients sign at the common model, which is sent with half precision."""
+        payload = {"reference": state.common.half(), "sign": self._by_class(engine)}
+        return engine.call(sign_at, clients, payload=payload, rng=rng)
+
+    def _rechosen(self, state: CoterieState, engine: Engine, answered: Tensor, rng: Rng) -> CoterieState:
+        """Clients in doubt, and those whose loss has risen, choose anew; those who move are recorded."""
+        after = rechosen(self, state, engine, answered, rng)
+        moved = ((after.labels != state.labels) & (state.labels >= 0)).nonzero().flatten()
+        if not len(moved):
+            return after
+        moves = [
+            Move(client=engine.names[i], from_cluster=int(state.labels[i]), to_cluster=int(after.labels[i]))
+            for i in moved.tolist()
+        ]
+        risen = int(state.alarmed[moved].sum())
+        decision = Decision(round=engine.round, what="move", clusters=[], moves=moves, loss_rose=risen)
+        return replace(after, decisions=[*after.decisions, decision])
+
+    def assign(self, state: CoterieState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
+        """A newcomer signs and joins the cluster of the nearest signatures; if they do not tell, it chooses by loss."""
+        if state.num_clusters == 1:
+            return torch.zeros(len(newcomers), dtype=torch.int64)
+        return find_clusters(self, state, engine, newcomers, rng).labels
+
+    def personal(self, state: CoterieState, clients: Tensor) -> Personal:
+        """The client's mix of its center and its own model, or with `serve=kind` its center."""
+        plain = super().personal(state, clients)
+        return plain if self.serve == "kind" else replace(plain, serve=served, each=_told(state, state.labels[clients]))
+
+
+def _told(state: CoterieState, labels: Tensor) -> dict[str, Tensor]:
+    """What the server tells members of these clusters [n]: label proportions [n, L] and losses of mixes [n, G]."""
+    there = labels.clamp_min(0).to(state.centers.device)
+    known = (labels >= 0).to(state.shares).unsqueeze(1)
+    return {"shares": state.shares[there] * known, "curve": state.curves[there]}
+
+
+def _with_signatures(state: CoterieState, chunk: Chunk) -> CoterieState:
+    """The state with the signatures of a chunk."""
+    there = chunk.clients.to(state.signatures.device)
+    return replace(
+        state,
+        signatures=state.signatures.index_copy(0, there, chunk.answer.signature),
+        contrasts=state.contrasts.index_copy(0, there, chunk.answer.contrast),
+        counts=state.counts.index_copy(0, chunk.clients, chunk.answer.counts.cpu()),
+    )
+
+
+class _Update:
+    """Collects one round."""
+
+    def __init__(self, method: Coterie, state: CoterieState, engine: Engine, keep: bool) -> None:
+        self._method, self._state, self._engine = method, state, engine
+        self._average = method.mean_of(state.num_clusters, engine, like=state.centers)
+        self._pending, self._alarmed = state.pending.clone(), state.alarmed.clone()
+        self.answered = torch.empty(0, dtype=torch.int64)
+        self.keep = keep  # whether clients have signed, so that their models may be needed again
+        self._fits = keep and fits_in_memory(engine.num_clients, engine)
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []  # clients, models, weights
+        self._fresh: list[Chunk] = []  # signatures at the clients' own centers
+        self._losses = torch.zeros_like(state.curves, dtype=torch.float64)
+        self._held = torch.zeros(state.num_clusters, dtype=torch.float64, device=state.curves.device)
+
+    def add(self, chunk: Chunk) -> None:
+        """Average the models of a chunk. A client whose loss has risen does not move its center."""
+        state, clients, answer = self._state, chunk.clients, chunk.answer
+        labels = state.labels[clients]
+        alarm = answer.get("alarm")
+        alarmed = torch.zeros(len(clients), dtype=torch.bool) if alarm is None else alarm.bool().cpu()
+        self._pending[clients] |= alarmed
+        self._alarmed[clients] |= alarmed
+        weights = self._method.weights_of(chunk) * (~alarmed).to(self._engine.device)
+        self._average.add(answer.params, labels, weights)
+        self.answered = torch.cat([self.answered, clients])
+        if "losses" in answer:
+            there, held = labels.to(self._held.device), answer.held.double()
+            self._losses.index_add_(0, there, held.unsqueeze(1) * answer.losses.double())
+            self._held.index_add_(0, there, held)
+        if self._fits:
+            self._kept.append((clients, answer.params, weights))
+        if "signature" in answer and state.signed_in == self._engine.round:
+            self._state = _with_signatures(state, chunk)
+        elif "signature" in answer:
+            self._fresh.append(chunk)
+
+    def averaged(self) -> CoterieState:
+        """The state after the round, before kinds are looked for."""
+        state = self._state
+        seen = self._held > 0
+        mean = (self._losses / self._held.clamp_min(1e-9).unsqueeze(1)).to(state.curves)
+        known = (state.curves != 0).any(1, keepdim=True)
+        blend = torch.where(known, _FADES * state.curves + (1 - _FADES) * mean, mean)
+        after = replace(
+            state,
+            centers=self._average.means(keep=state.centers),
+            pending=self._pending,
+            alarmed=self._alarmed,
+            curves=torch.where(seen.unsqueeze(1), blend, state.curves),
+            sent_in_rounds=state.sent_in_rounds + 2 * len(self.answered),
+        )
+        return _with_shares(after)
+
+    def with_kinds(self, state: CoterieState) -> CoterieState:
+        """Cut each cluster in which there are several kinds."""
+        low, high = self._method.bounds
+        for cluster in range(state.num_clusters):
+            members, found = self._evidence(state, cluster)
+            enough = min(_ENOUGH, self._engine.num_clients) if state.num_clusters == 1 else 2
+            if len(members) < enough:
+                continue
+            most = _MOST_CLUSTERS if high is None else high
+            room = max(1, most - state.num_clusters + 1)
+            least = low if state.num_clusters == 1 else 1
+            limits = Limits(self._method.clear, self._method.worth, least=min(least, len(members)), most=room)
+            noise, keys = Noise.of(found), self._engine.keys[members]
+            kinds = find_kinds(found, noise, keys, limits)
+            state = self._cut(state, cluster, members, kinds)
+            if kinds.count == 1 and room > 1:
+                nearly = find_kinds(found, noise, keys, replace(limits, least=2, most=2))
+                state = self._decided(state, "refused", [cluster], nearly)
+        return _with_shares(state)
+
+    def _evidence(self, state: CoterieState, cluster: int) -> tuple[Tensor, Halves]:
+        """The members of a cluster that have signed [m], and their signatures: fresh ones, if there are any."""
+        if not self._fresh:
+            members = ((state.labels == cluster) & has_signature(state)).nonzero().flatten()
+            there = members.to(state.signatures.device)
+            return members, Halves.of(state.signatures[there], state.contrasts[there], state.counts[members])
+        clients = torch.cat([chunk.clients for chunk in self._fresh])
+        mine = state.labels[clients] == cluster
+        rows, contrasts, counts = (
+            torch.cat([chunk.answer[name] for chunk in self._fresh])[mine.to(state.centers.device)]
+            for name in ("signature", "contrast", "counts")
+        )
+        return clients[mine], Halves.of(rows, contrasts, counts)
+
+    def _cut(self, state: CoterieState, cluster: int, members: Tensor, kinds: Kinds) -> CoterieState:
+        """Make a cluster of each kind; the largest keeps the number, and members that gave no evidence."""
+        if kinds.count < 2:
+            return state
+        order = kinds.labels.bincount(minlength=kinds.count).argsort(descending=True, stable=True)
+        numbers = torch.cat([torch.tensor([cluster]), state.num_clusters + torch.arange(kinds.count - 1)])
+        number_of = torch.empty_like(numbers).index_copy(0, order, numbers)  # of each kind
+        labels = state.labels.index_copy(0, members, number_of[kinds.labels])
+        parent = state.centers[cluster].unsqueeze(0)
+        centers = torch.cat([state.centers, parent.expand(kinds.count - 1, -1)])
+        if self._kept:
+            average = self._method.mean_of(len(centers), self._engine, like=centers)
+            for clients, models, weights in self._kept:
+                inside = (state.labels[clients] == cluster).to(weights.device)
+                average.add(models, labels[clients], weights * inside)
+            centers = torch.cat([centers[: len(state.centers)], average.means(keep=centers)[len(state.centers) :]])
+            centers[cluster] = average.means(keep=centers)[cluster]
+        curves = torch.cat([state.curves, state.curves[cluster].expand(kinds.count - 1, -1)])
+        state = replace(state, centers=centers, labels=labels, curves=curves)
+        return self._decided(state, "cut", numbers.tolist(), kinds)
+
+    def _decided(self, state: CoterieState, what: str, clusters: list[int], kinds: Kinds) -> CoterieState:
+        sizes = sorted(kinds.labels.bincount().tolist(), reverse=True)
+        by = "centers" if self._fresh else "common model"
+        decision = Decision(
+            round=self._engine.round,
+            what=what,
+            clusters=clusters,
+            sizes=sizes,
+            z=min(kinds.z, _LARGE),
+            q=min(kinds.q, _LARGE),
+            signed_at=by,
+        )
+        return replace(state, decisions=[*state.decisions, decision])
+
+
+def _with_shares(state: CoterieState) -> CoterieState:
+    """The state with the label proportions of its clusters, as far as their members have signed."""
+    sums = torch.zeros(state.num_clusters, state.counts.shape[1], dtype=torch.float64)
+    known = state.labels >= 0
+    sums.index_add_(0, state.labels[known], state.counts[known].double())
+    shares = (sums / sums.sum(1, keepdim=True).clamp_min(1)).to(state.shares)
+    return replace(state, shares=shares[:, : state.shares.shape[1]])

@@ -1,0 +1,289 @@
+"""Finding the kinds of clients, and how many there are, from signatures that have two halves.
+
+A client's signature is the mean gradient of each class at one common model (`parts/signatures.py`). Here it comes in
+two halves, A and B, from different samples. Their noise is independent, so for two groups of clients a and b
+
+    D = <A_a - A_b, B_a - B_b>
+
+is an unbiased estimate of the squared distance of their true gradients, per class: about zero if the groups are of one
+kind, whatever their sizes, labels and noise. Two numbers follow, over the classes that both hold:
+
+    z   D in standard deviations of its noise: is there a difference at all?
+    q   D times the samples of both, n_a n_b / (n_a + n_b), in units of the noise of one sample. One model for both has
+        the bias D, two models have more noise: at q = 1 both cost the same.
+
+Starting from single clients, the pair with the lowest z is merged, until every pair that is left is both clearly
+different and worth a model of its own. The variance of D is tr(S^2) (1/nA_a + 1/nA_b) (1/nB_a + 1/nB_b), where S is the
+covariance of one sample's gradient; products of half differences of different clients estimate tr(S^2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CLEAR = 10.0  # z beyond which two groups differ; the search for the best pair raises z by chance to 5, rarely to 9
+WORTH = 0.4  # q beyond which two models are worth it
+_NOTHING = 2.0  # z of groups that share no class: nothing speaks against merging them, but better known pairs go first
+_MOST = 400  # clients that are merged pair by pair; the others join the group that is nearest
+_ROUNDS = 20  # of moving clients and joining groups, at most
+_TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The signatures of n clients, or of n groups of them, as two halves."""
+
+    first: Tensor  # [n, L, D]
+    second: Tensor  # [n, L, D]
+    counts: Tensor  # [n, L, 2] samples in the halves
+
+    @classmethod
+    def of(cls, rows: Tensor, contrasts: Tensor, counts: Tensor) -> Halves:
+        """From whole signatures [n, L, D], the differences of their halves, and their sample counts [n, L]."""
+        counts = counts.to(rows.device)
+        parts = torch.stack([(counts + 1) // 2, counts // 2], dim=2).to(rows)
+        share = parts / counts.clamp_min(1).unsqueeze(2)
+        return cls(rows + share[..., 1:] * contrasts, rows - share[..., :1] * contrasts, parts)
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def at(self, which: Tensor) -> Halves:
+        """Some of them (indices or a mask)."""
+        there = which.to(self.first.device)
+        return Halves(self.first[there], self.second[there], self.counts[there])
+
+    def grouped(self, labels: Tensor, num_groups: int) -> Halves:
+        """The mean signatures of groups, by labels [n]."""
+        member = torch.nn.functional.one_hot(labels.to(self.first.device), num_groups).to(self.first)
+        counts = torch.einsum("nk,nlp->klp", member, self.counts)
+        halves = []
+        for part, rows in enumerate((self.first, self.second)):
+            sums = torch.einsum("nk,nl,nld->kld", member, self.counts[..., part], rows)
+            halves.append(sums / counts[..., part, None].clamp_min(1))
+        return Halves(halves[0], halves[1], counts)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of one sample's gradient in each class."""
+
+    size: Tensor  # [L] tr(S)
+    spread: Tensor  # [L] tr(S^2)
+
+    @classmethod
+    def of(cls, found: Halves) -> Noise:
+        """Estimated from the differences of the halves of each client."""
+        both = (found.counts > 0).all(2).to(found.first)  # [n, L]
+        scale = (1 / found.counts.clamp_min(1)).sum(2).rsqrt() * both
+        apart = (found.first - found.second) * scale.unsqueeze(2)  # covariance S
+        holders = both.sum(0)
+        size = apart.square().sum(2).sum(0) / holders.clamp_min(1)
+        products = torch.einsum("nld,mld->lnm", apart, apart).square()
+        others = products.sum((1, 2)) - products.diagonal(dim1=1, dim2=2).sum(1)
+        spread = others / (holders * (holders - 1)).clamp_min(1)
+        # With one holder, as if the noise had one direction: no difference is clear.
+        return cls(size, spread.where(holders > 1, size.square()))
+
+
+def evidence(found: Halves, noise: Noise, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """z and q of groups `one` [a] against groups `other` [b]: [a, b] each."""
+    left, right = found.at(one), found.at(other)
+
+    def products(rows: Tensor, more: Tensor) -> Tensor:
+        return torch.einsum("ald,bld->abl", rows, more)
+
+    own = (found.first * found.second).sum(2)  # [n, L]
+    cross = products(left.first, right.second) + products(right.first, left.second).transpose(0, 1)
+    apart = own[one].unsqueeze(1) + own[other].unsqueeze(0) - cross  # [a, b, L]
+    shared = ((left.counts > 0).all(2).unsqueeze(1) & (right.counts > 0).all(2).unsqueeze(0)).to(apart)
+    few = (1 / left.counts.clamp_min(1)).unsqueeze(1) + (1 / right.counts.clamp_min(1)).unsqueeze(0)  # [a, b, L, 2]
+    deviation = (noise.spread * few[..., 0] * few[..., 1]).clamp_min(_TINY).sqrt()
+    classes = shared.sum(2)
+    z = (shared * apart / deviation).sum(2) / classes.clamp_min(1).sqrt()
+    samples = left.counts.sum(2).unsqueeze(1), right.counts.sum(2).unsqueeze(0)
+    both = samples[0] * samples[1] / (samples[0] + samples[1]).clamp_min(1)
+    q = (shared * apart * both / noise.size.clamp_min(_TINY)).sum(2) / classes.clamp_min(1)
+    return z.where(classes > 0, _NOTHING), q.where(classes > 0, 0.0)
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Groups of clients that are of one kind each."""
+
+    labels: Tensor  # int64 [n] on the CPU
+    z: float = torch.inf  # the least clear difference between two of them; inf if there is only one
+    q: float = torch.inf
+
+    @property
+    def count(self) -> int:
+        """The number of kinds."""
+        return int(self.labels.max()) + 1 if len(self.labels) else 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When two groups are of different kinds, and how many kinds there may be."""
+
+    clear: float = CLEAR
+    worth: float = WORTH
+    least: int = 1
+    most: int | None = None
+
+    def differ(self, z: Tensor, q: Tensor) -> Tensor:
+        """Whether groups with this evidence are of different kinds."""
+        return (z >= self.clear) & (q >= self.worth)
+
+
+def find_kinds(found: Halves, noise: Noise, keys: Tensor, limits: Limits) -> Kinds:
+    """The kinds of n clients; `keys` [n] identify the clients, so that their order does not matter."""
+    order = keys.argsort()
+    sorted_found = found.at(order)
+    some = torch.arange(min(len(found), _MOST))
+    labels = torch.zeros(len(found), dtype=torch.int64)
+    labels[: len(some)] = _merged(sorted_found.at(some), noise, limits)
+    if len(some) < len(found):
+        known = torch.arange(len(found)) < len(some)
+        labels = _nearest(sorted_found, labels, known, noise)
+    labels = _settled(sorted_found, labels, noise, limits)
+    labels = torch.zeros_like(labels).index_copy(0, order, labels)
+    return _described(found, labels, noise)
+
+
+def _described(found: Halves, labels: Tensor, noise: Noise) -> Kinds:
+    """The kinds with the evidence for the least clear of their differences."""
+    count = int(labels.max()) + 1
+    if count < 2:
+        return Kinds(labels)
+    z, q = _between(found, labels, noise)
+    at = int(z.argmin())
+    return Kinds(labels, float(z.flatten()[at]), float(q.flatten()[at]))
+
+
+def _between(found: Halves, labels: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """z and q of each pair of groups, [K, K]; inf on the diagonal."""
+    count = int(labels.max()) + 1
+    every = torch.arange(count, device=found.first.device)
+    z, q = evidence(found.grouped(labels, count), noise, every, every)
+    return z.fill_diagonal_(torch.inf), q.fill_diagonal_(torch.inf)
+
+
+def _merged(found: Halves, noise: Noise, limits: Limits) -> Tensor:
+    """Merge single clients until all groups that are left differ: labels [n]."""
+    count, device = len(found), found.first.device
+    most = count if limits.most is None else limits.most
+    every = torch.arange(count, device=device)
+    z, q = (matrix.fill_diagonal_(torch.inf) for matrix in evidence(found, noise, every, every))
+    first, second, counts = found.first.clone(), found.second.clone(), found.counts.clone()
+    alive = torch.ones(count, dtype=torch.bool, device=device)
+    labels = torch.arange(count)
+    left = count
+    while left > limits.least:
+        # Pairs that are clear but not worth it come after all that are not clear.
+        cost = torch.where(q < limits.worth, z.clamp_max(limits.clear), z)
+        a, b = divmod(int(cost.argmin()), count)
+        if left <= most and bool(limits.differ(z[a, b], q[a, b])):
+            break
+        for rows, part in ((first, 0), (second, 1)):
+            weights = counts[[a, b], :, part]
+            rows[a] = (rows[[a, b]] * weights.unsqueeze(2)).sum(0) / weights.sum(0).clamp_min(1).unsqueeze(1)
+        counts[a] += counts[b]
+        labels[labels == b] = a
+        alive[b] = False
+        left -= 1
+        here = alive.nonzero().flatten()
+        renewed = evidence(Halves(first, second, counts), noise, torch.tensor([a], device=device), here)
+        for matrix, row in zip((z, q), renewed, strict=True):
+            matrix[b], matrix[:, b] = torch.inf, torch.inf
+            matrix[a, here], matrix[here, a] = row[0], row[0]
+            matrix[a, a] = torch.inf
+    return _numbered(labels)
+
+
+def _settled(found: Halves, labels: Tensor, noise: Noise, limits: Limits) -> Tensor:
+    """Move clients to the nearest group, join groups that no longer differ, and dissolve those that need not be."""
+    everyone = torch.ones(len(labels), dtype=torch.bool)
+    for _ in range(_ROUNDS):
+        before = labels
+        for _ in range(_ROUNDS):
+            moved = _numbered(_nearest(found, labels, everyone, noise))
+            if torch.equal(moved, labels) or int(moved.max()) + 1 < limits.least:
+                break
+            labels = moved
+        labels = _joined(found, labels, noise, limits)
+        labels = _dissolved(found, labels, noise, limits)
+        if torch.equal(before, labels):
+            break
+    return labels
+
+
+def _joined(found: Halves, labels: Tensor, noise: Noise, limits: Limits) -> Tensor:
+    """Join groups that do not differ, the most alike first."""
+    while int(labels.max()) + 1 > limits.least:
+        z, q = _between(found, labels, noise)
+        same = ~limits.differ(z, q) if len(z) <= (limits.most or len(z)) else torch.ones_like(z, dtype=torch.bool)
+        same.fill_diagonal_(False)
+        if not bool(same.any()):
+            break
+        a, b = divmod(int(z.where(same, torch.inf).argmin()), len(z))
+        labels = _numbered(torch.where(labels == max(a, b), min(a, b), labels))
+    return labels
+
+
+def _dissolved(found: Halves, labels: Tensor, noise: Noise, limits: Limits) -> Tensor:
+    """Dissolve a group whose members would not differ from the groups that each of them is next nearest to.
+
+    Clients that hold none of the classes in which kinds differ may form such a group.
+    """
+    sizes = labels.bincount()
+    if len(sizes) <= max(2, limits.least):
+        return labels
+    everyone = torch.ones(len(labels), dtype=torch.bool)
+    for group in sizes.argsort(stable=True).tolist():
+        mine = labels == group
+        left = _nearest(found, labels, everyone & ~mine, noise)
+        tried = torch.where(mine, left, labels)
+        parts = torch.where(mine, len(sizes) + left, labels)  # those who leave, by where they go
+        used, numbered = parts.unique(return_inverse=True)
+        z, _ = _between(found, numbered, noise)
+        places = {int(part): place for place, part in enumerate(used)}
+        goes = [(places[part], places[part - len(sizes)]) for part in places if part >= len(sizes)]
+        if all(float(z[a, b]) < limits.clear / 2 for a, b in goes):  # a part of a group is less clear than all of it
+            return _numbered(tried)
+    return labels
+
+
+def _nearest(found: Halves, labels: Tensor, known: Tensor, noise: Noise) -> Tensor:
+    """The group whose OTHER members in `known` [n] are nearest to each client [n]; its own where none can be compared.
+
+    Distances are corrected for the noise of the group's mean, which is larger in small groups.
+    """
+    device = found.first.device
+    counts = found.counts.sum(2)  # [n, L]
+    rows = torch.einsum("nlp,nlpd->nld", found.counts, torch.stack([found.first, found.second], dim=2))
+    rows = rows / counts.clamp_min(1).unsqueeze(2)
+    distances = []
+    there, inside = labels.to(device), known.to(device)
+    for group in range(int(labels.max()) + 1):
+        mine = ((there == group) & inside).to(rows)
+        weights = counts * mine.unsqueeze(1)
+        sums = torch.einsum("nl,nld->ld", weights, rows)
+        others = weights.sum(0) - weights  # [n, L]
+        means = (sums - weights.unsqueeze(2) * rows) / others.clamp_min(1).unsqueeze(2)
+        apart = (rows - means).square().sum(2) - noise.size / others.clamp_min(1)
+        shared = counts * others / (counts + others).clamp_min(1)
+        shared = shared.where(others > 0.5, 0) / noise.size.clamp_min(_TINY)
+        total = shared.sum(1)
+        distances.append(((shared * apart).sum(1) / total.clamp_min(_TINY)).where(total > 0, torch.inf))
+    table = torch.stack(distances, dim=1)
+    nearest: Tensor = table.argmin(1).where(table.isfinite().any(1), there)
+    return nearest.cpu()
+
+
+def _numbered(labels: Tensor) -> Tensor:
+    """Labels without gaps, in the order of the clients."""
+    found: Tensor = torch.unique(labels, return_inverse=True)[1]
+    return found

@@ -1,0 +1,106 @@
+"""The personal model of a client: its cluster's model and its own, mixed as its held-out samples prefer.
+
+A client keeps the model that it trained last. What it is served with predicts
+
+    p(y | x) = (1 - a) softmax(center(x) + t b)_y + a softmax(own(x))_y,   b_y = log own share_y - log cluster's share_y
+
+where b turns the cluster's label proportions into the client's own. The client compares a few pairs (a, t) by their
+losses on its held-out samples. A client with few of them would choose by chance, so the losses of its cluster's members
+count as well, as much as those of `PRIOR_SAMPLES` samples of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coterie.client.block import Block, Mixture, Models, mixed_outputs
+from coterie.client.serving import serving
+from coterie.client.steps import OWN_MODEL
+from coterie.client.work import SGD
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # a
+TURNS = (0.0, 0.5, 1.0)  # t
+NUM_MIXES = len(SHARES) * len(TURNS)
+PRIOR_SAMPLES = 20.0
+_SMOOTHED = 2.0  # samples of the cluster's label proportions that are added to a client's own
+
+_MIX = "mix"
+
+
+def mixes(device: torch.device) -> Tensor:
+    """The pairs (a, t) that clients compare, [G, 2]; those without the own model first."""
+    return torch.cartesian_prod(torch.tensor(SHARES), torch.tensor(TURNS)).to(device)
+
+
+def label_turn(block: Block, shares: Tensor) -> Tensor:
+    """b of the module, [c, L], from the label proportions of the clients' clusters [c, L]; 0 where they are unknown."""
+    if not shares.shape[1]:
+        return shares
+    counts = block.label_counts().to(shares)
+    own = (counts + _SMOOTHED * shares) / (counts.sum(1, keepdim=True) + _SMOOTHED)
+    known = shares.sum(1, keepdim=True) > 0
+    return torch.where(known, own.clamp_min(1e-8).log() - shares.clamp_min(1e-8).log(), 0.0)
+
+
+def compare_mixes(block: Block, center: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean held-out loss of each mix of the center [c, P] with the client's own model, [c, G], and samples [c].
+
+    A client without held-out samples judges by its training samples, and only mixes without its own model: that one
+    knows them by heart.
+    """
+    own = block.memory.get(OWN_MODEL, center)
+    turn = label_turn(block, shares)
+    params = torch.stack([center, own], dim=1)
+    losses, samples = _losses(block, params, turn, "valid")
+    empty = samples == 0
+    if bool(empty.any()):
+        other, counts = _losses(block, params, turn, "train")
+        other[:, len(TURNS) :] = torch.inf
+        losses, samples = torch.where(empty.unsqueeze(1), other, losses), torch.where(empty, counts, samples)
+    return losses, samples
+
+
+def _losses(block: Block, params: Tensor, turn: Tensor, split: str) -> tuple[Tensor, Tensor]:
+    task, grid = block.task, mixes(params.device)
+    found, samples = [], []
+    begin = 0
+    for outputs, y, lengths in block.outputs_on(params, split):  # type: ignore[arg-type]
+        lengths = lengths.to(params.device)
+        bias = turn[begin : begin + len(lengths)].repeat_interleave(lengths, dim=0)
+        columns = []
+        for share, turned in grid.tolist():
+            center = outputs[0] + turned * _wide(bias, outputs[0]) if bias.shape[1] else outputs[0]
+            weights = torch.tensor([1 - share, share], device=params.device).unsqueeze(1).expand(2, len(y))
+            mixed = mixed_outputs(torch.stack([center, outputs[1]]), weights.to(outputs), task.num_classes)
+            sums = torch.segment_reduce(task.loss(mixed, y).double(), "sum", lengths=lengths, initial=0.0)
+            columns.append(sums / lengths.clamp_min(1))
+        found.append(torch.stack(columns, dim=1))
+        samples.append(lengths)
+        begin += len(lengths)
+    return torch.cat(found), torch.cat(samples)
+
+
+def _wide(bias: Tensor, outputs: Tensor) -> Tensor:
+    """A bias [n, L] for outputs of at least L columns."""
+    return torch.nn.functional.pad(bias, (0, outputs.shape[1] - bias.shape[1]))
+
+
+def choose_mix(block: Block, losses: Tensor, samples: Tensor, curve: Tensor) -> None:
+    """Remember the best mix by a client's own losses [c, G] and by its cluster's `curve` [c, G]."""
+    prior = PRIOR_SAMPLES * curve
+    total = samples.unsqueeze(1) * losses + prior
+    block.memory.put(_MIX, total.argmin(1).to(torch.int64))
+
+
+@serving("coterie.coterie:served")
+def served(block: Block, models: Models, work: SGD, shares: Tensor, curve: Tensor) -> Mixture:
+    """The client's mix; a newcomer has no model of its own, and takes the best of its cluster's mixes without it."""
+    center = models.rows()
+    own = block.memory.get(OWN_MODEL, center)
+    chosen = block.memory.get(_MIX, curve[:, : len(TURNS)].argmin(1))
+    grid = mixes(center.device)[chosen.to(center.device)]  # [c, 2]
+    weights = torch.stack([1 - grid[:, 0], grid[:, 0]], dim=1).to(center)
+    turn = label_turn(block, shares) * grid[:, 1:].to(center)
+    bias = torch.stack([turn, torch.zeros_like(turn)], dim=1) if turn.shape[1] else None
+    return Mixture(torch.stack([center, own], dim=1), weights, bias)
