@@ -135,6 +135,33 @@ class Corrected(Proximal):
 
 @register_work
 @dataclass(frozen=True)
+class Partial(SGD):
+    """SGD on some of the parameters: the others neither move nor decay, whatever the optimizer."""
+
+    key: ClassVar[str] = "partial"
+    anchored: ClassVar[bool] = True
+
+    still: str = setting("", "which parameters stay: one 1 or 0 for each, in the network's order")
+
+    @classmethod
+    def of(cls, work: SGD, still: Sequence[bool]) -> Self:
+        """The same work, without the parameters that stay."""
+        return cls(**{**values_with_none(work), "still": "".join(str(int(stays)) for stays in still)})
+
+    def direction(self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]) -> Stack:
+        """The gradient; zero for what stays, so that it does not count when gradients are clipped."""
+        found = gradient(params, 0)
+        return [grad * 0 if stays == "1" else grad for grad, stays in zip(found, self.still, strict=True)]
+
+    def settle(self, params: Stack, anchor: Stack) -> None:
+        """Undo what the optimizer did to what stays."""
+        for now, start, stays in zip(params, anchor, self.still, strict=True):
+            if stays == "1":
+                now.copy_(start)
+
+
+@register_work
+@dataclass(frozen=True)
 class FirstOrderMAML(SGD):
     """Steps that improve the model after adaptation (Per-FedAvg FO; FedDSMIC, Eq. 15-16).
 
