@@ -19,6 +19,18 @@ def linear(input_shape: tuple[int, ...], outputs: int) -> nn.Module:
     return nn.Linear(input_shape[0], outputs, bias=False)
 
 
+def two_layers(input_shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """y = h B x: a body B of two rows and a head h; not convex, but its gradients are short."""
+    body, head = nn.Linear(input_shape[0], 2, bias=False), nn.Linear(2, outputs, bias=False)
+    return nn.Sequential(body, head)
+
+
+def gradients(x: Tensor, y: Tensor, body: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the mean squared error of `two_layers`, for body [2, dim] and head [2]."""
+    error = 2 * (x @ body.T @ head - y) / len(x)
+    return torch.outer(head, error @ x), error @ (x @ body.T)
+
+
 def problem(
     sizes: tuple[int, ...] = (8, 12, 20), dim: int = 3, seed: int = 0
 ) -> tuple[Federation, list[Tensor], list[Tensor]]:
@@ -32,13 +44,15 @@ def problem(
     return federation, [x.double() for x, _ in seen], [y.double() for _, y in seen]
 
 
-def trainer(algorithm: Algorithm, federation: Federation, work: SGD, rounds: int = 1, **schedule: Any) -> Trainer:
+def trainer(
+    algorithm: Algorithm, federation: Federation, work: SGD, rounds: int = 1, model: Any = linear, **schedule: Any
+) -> Trainer:
     """A run on the problem that has not started."""
     return trainer_of(
         setup_of(
             algorithm,
             federation,
-            model=linear,
+            model=model,
             model_settings={},
             loss="mse",
             work=work,

@@ -125,18 +125,20 @@ class Block:
 
     # ---- training ----
 
-    def train(self, start: Tensor | Models, work: SGD, **extras: Tensor) -> Tensor:
+    def train(self, start: Tensor | Models, work: SGD, purpose: str = "", **extras: Tensor) -> Tensor:
         """Train from `start` (models [c, P], or those that were sent) on the clients' training samples: [c, P].
 
-        `extras` are per-client tensors [c, ...] that the work uses, such as `prox`.
+        `extras` are per-client tensors [c, ...] that the work uses, such as `prox`. A second training in the same call
+        gets batches of its own with another `purpose`.
         """
         counts = StepCounts(self._sizes("train"), work)
         self.gradients += counts.num_samples * work.gradients
         sent = start if isinstance(start, Models) else self._one_each(start)
         device = sent.table.device
-        in_order = torch.empty(len(self), self.task.layout.size, dtype=sent.table.dtype, device=device)
-        streams = [self.rng(f"batches {stream}") for stream in range(work.streams)]
-        dropout = self.rng("dropout")
+        layout = self.task.layout.beside(work.models)
+        in_order = torch.empty(len(self), layout.size, dtype=sent.table.dtype, device=device)
+        streams = [self.rng(f"{purpose}batches {stream}") for stream in range(work.streams)]
+        dropout = self.rng(f"{purpose}dropout")
         self._data.rendered()  # before the threads start, so that only one renders
 
         def one(which: slice) -> None:
@@ -148,7 +150,7 @@ class Block:
             refs = sent.refs[order]
             same = len(refs) == 1 or len(sent.table) == 1  # then nothing is copied
             begun = sent.table[int(refs[0])].expand(len(refs), -1) if same else sent.table[refs]
-            self._plan.train(Job(self.task.layout, begun, in_order[which], work, part, batches, dropout[order], own))
+            self._plan.train(Job(layout, begun, in_order[which], work, part, batches, dropout[order], own))
 
         self._plan.each(one, counts)
         if torch.equal(counts.order, torch.arange(len(self))):

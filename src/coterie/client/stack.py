@@ -110,12 +110,16 @@ def train_job(job: Job, kernel: Kernel) -> None:
             whole.step(now, kept, Batch(*job.batches[0].at(step), keys), optimizer, own, work.lr, step + 1)
             continue
 
-        def gradient(at: Any, stream: int, step: int = step, kept: Stack = kept, keys: Tensor = keys) -> Stack:
-            return kernel.gradients(list(at), kept, Batch(*job.batches[stream].at(step), keys))
+        def gradient(
+            at: Any, stream: int, model: int = 0, step: int = step, kept: Stack = kept, keys: Tensor = keys
+        ) -> Stack:
+            return kernel.gradients(list(at), work.buffers_of(kept, model), Batch(*job.batches[stream].at(step), keys))
 
         extras = {name: extra[:active] for name, extra in job.extras.items()}
-        direction = work.direction(gradient, now, [a[:active] for a in anchor], extras)
+        begun = [a[:active] for a in anchor]
+        direction = work.direction(gradient, now, begun, extras)
         optimizer(now, direction, own, work.lr, step + 1)
+        work.settle(now, begun)
     layout.copy_to(job.result, [*params, *buffers])
 
 

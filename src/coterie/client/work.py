@@ -7,9 +7,9 @@ The work gives the direction of a step; the optimizer (`optimizers.py`) makes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -20,8 +20,13 @@ from coterie.client.settings import WorkSettings
 from coterie.errors import ConfigError, UnknownName
 from coterie.settings import build, fields_of, setting, values_of
 
-GradientAt = Callable[[Sequence[Tensor], int], Stack]
-"""gradient(parameters, stream): each client's mean gradient over the current batch of that stream."""
+
+class GradientAt(Protocol):
+    """Each client's mean gradient over the current batch of a stream."""
+
+    def __call__(self, at: Sequence[Tensor], stream: int, model: int = 0) -> Stack:
+        """The gradient at these parameters; it updates the float buffers of that model of the work."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class SGD(WorkSettings):
     streams: ClassVar[int] = 1  # independent sequences of batches per step
     gradients: ClassVar[int] = 1  # gradients per step
     anchored: ClassVar[bool] = False  # whether a step uses the parameters at the start of the call
+    models: ClassVar[int] = 1  # trained side by side: the flat vectors of a client follow one another
 
     def for_run(self, rounds: int) -> SGD:
         """The work in a run of this many rounds; ConfigError for an unknown optimizer or schedule."""
@@ -62,7 +68,27 @@ class SGD(WorkSettings):
         """The direction to descend along at `params`; `anchor` holds the parameters at the start of the call."""
         return gradient(params, 0)
 
+    def buffers_of(self, buffers: Stack, model: int) -> Stack:
+        """The float buffers of one of the models."""
+        count = len(buffers) // self.models
+        return buffers[model * count : (model + 1) * count]
 
+    def settle(self, params: Stack, anchor: Stack) -> None:
+        """Called after every step; may change the parameters in place."""
+
+
+W = TypeVar("W", bound=type[SGD])
+
+WORK: dict[str, type[SGD]] = {SGD.key: SGD}
+
+
+def register_work(cls: W) -> W:
+    """Class decorator: register a kind of work by its `key`, so that it can be sent."""
+    WORK[cls.key] = cls
+    return cls
+
+
+@register_work
 @dataclass(frozen=True)
 class Proximal(SGD):
     """SGD on loss + prox / 2 * ||w - start||^2; `extras["prox"]` [c] overrides prox for each client."""
@@ -90,6 +116,7 @@ class Proximal(SGD):
         return moved
 
 
+@register_work
 @dataclass(frozen=True)
 class Corrected(Proximal):
     """As Proximal, with `extras["correction"]` [c, parameters] added to the gradient (FedDANE)."""
@@ -106,6 +133,34 @@ class Corrected(Proximal):
         return [grad + part.reshape(grad.shape) for grad, part in zip(found, parts, strict=True)]
 
 
+@register_work
+@dataclass(frozen=True)
+class Partial(SGD):
+    """SGD on some of the parameters: the others neither move nor decay, whatever the optimizer."""
+
+    key: ClassVar[str] = "partial"
+    anchored: ClassVar[bool] = True
+
+    still: str = setting("", "which parameters stay: one 1 or 0 for each, in the network's order")
+
+    @classmethod
+    def of(cls, work: SGD, still: Sequence[bool]) -> Self:
+        """The same work, without the parameters that stay."""
+        return cls(**{**values_with_none(work), "still": "".join(str(int(stays)) for stays in still)})
+
+    def direction(self, gradient: GradientAt, params: Stack, anchor: Stack, extras: Mapping[str, Tensor]) -> Stack:
+        """The gradient; zero for what stays, so that it does not count when gradients are clipped."""
+        found = gradient(params, 0)
+        return [grad * 0 if stays == "1" else grad for grad, stays in zip(found, self.still, strict=True)]
+
+    def settle(self, params: Stack, anchor: Stack) -> None:
+        """Undo what the optimizer did to what stays."""
+        for now, start, stays in zip(params, anchor, self.still, strict=True):
+            if stays == "1":
+                now.copy_(start)
+
+
+@register_work
 @dataclass(frozen=True)
 class FirstOrderMAML(SGD):
     """Steps that improve the model after adaptation (Per-FedAvg FO; FedDSMIC, Eq. 15-16).
@@ -132,6 +187,7 @@ class FirstOrderMAML(SGD):
         return gradient(adapted, 1)
 
 
+@register_work
 @dataclass(frozen=True)
 class HessianFreeMAML(FirstOrderMAML):
     """As FirstOrderMAML, with second derivatives as a difference of gradients (Per-FedAvg HF).
@@ -153,9 +209,6 @@ class HessianFreeMAML(FirstOrderMAML):
         behind = gradient([p - self.delta * v for p, v in zip(params, outer, strict=True)], 2)
         scale = self.inner_lr / (2 * self.delta)
         return [v - scale * (a - b) for v, a, b in zip(outer, ahead, behind, strict=True)]
-
-
-WORK: dict[str, type[SGD]] = {cls.key: cls for cls in (SGD, Proximal, Corrected, FirstOrderMAML, HessianFreeMAML)}
 
 
 def values_with_none(work: SGD) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class InProcessEngine(Engine):
         """Memory of one client in training: model, gradient, optimizer state and batch."""
         batch = int(self.federation.train.sizes.max()) if work.batch_size == "full" else int(work.batch_size)
         copies = 5 + len(work.make_optimizer().keeps) + work.anchored
-        return self._itemsize * (copies * self.task.layout.size + 4 * batch * self._activations)
+        return self._itemsize * (copies * work.models * self.task.layout.size + 4 * batch * self._activations)
 
     def describe(self) -> dict[str, Any]:
         """See `Engine.describe`."""

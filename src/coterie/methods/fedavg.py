@@ -2,8 +2,11 @@
 Decentralized Data").
 
 A round: every client of the cohort trains the model on its own data; the server averages the results, weighted by
-sample counts. The other methods with one center subclass it and change the local work (`work`), the server's step
-(`moved`) or the round itself.
+sample counts. With `adapt_steps` every client fine-tunes the model on its own TRAINING samples before it uses it; the
+server's model does not change by that.
+
+The other methods with one center subclass `OneModel` (or `FedAvg`, where fine-tuning makes sense) and change the local
+work (`work`), the server's step (`moved`) or the round itself.
 """
 
 from __future__ import annotations
@@ -18,19 +21,15 @@ from coterie.client.steps import ClientStep, train
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Engine
-from coterie.methods.base import ClusterState, register
+from coterie.methods.base import ClusterState, Personal, register
 from coterie.methods.parts.averaging import Averaging
 from coterie.randomness import Rng
 from coterie.settings import setting
 
 
-@register
 @dataclass(frozen=True)
-class FedAvg(Averaging[ClusterState]):
-    """The mean of the clients' models, weighted by sample counts."""
-
-    key: ClassVar[str] = "fedavg"
-    paper: ClassVar[str] = "McMahan et al. 2017"
+class OneModel(Averaging[ClusterState]):
+    """A method whose server keeps one model, the mean of what clients send."""
 
     weighting: Literal["samples", "equal"] = setting("samples", "weight of a client in the mean")
 
@@ -73,3 +72,24 @@ class FedAvg(Averaging[ClusterState]):
     def next_state(self, state: ClusterState, center: Tensor, answered: Tensor) -> ClusterState:
         """The state with a new center; clients that answered belong to it."""
         return replace(state, centers=center.unsqueeze(0), labels=state.labels.index_fill(0, answered, 0))
+
+
+@register
+@dataclass(frozen=True)
+class FedAvg(OneModel):
+    """The mean of the clients' models, weighted by sample counts; fine-tuned by each client if you like."""
+
+    key: ClassVar[str] = "fedavg"
+    paper: ClassVar[str] = "McMahan et al. 2017"
+
+    adapt_steps: int = setting(0, "steps of fine-tuning on the client's training samples before use", ge=0)
+    adapt_lr: float | None = setting(None, "learning rate of the fine-tuning", gt=0, default_is="that of the work")
+
+    def personal(self, state: ClusterState, clients: Tensor) -> Personal:
+        """The center, fine-tuned on the client's training samples if `adapt_steps` is set."""
+        found = super().personal(state, clients)
+        return replace(found, adapt=self.adaptation) if self.adapt_steps else found
+
+    def adaptation(self, work: SGD) -> SGD:
+        """The client's own work for a few steps."""
+        return replace(work, lr=self.adapt_lr or work.lr, steps=self.adapt_steps)

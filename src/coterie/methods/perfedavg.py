@@ -16,13 +16,13 @@ from torch import Tensor
 from coterie.client.work import SGD, FirstOrderMAML, HessianFreeMAML
 from coterie.engines.base import Engine
 from coterie.methods.base import ClusterState, Personal, register
-from coterie.methods.fedavg import FedAvg
+from coterie.methods.fedavg import OneModel
 from coterie.settings import setting
 
 
 @register
 @dataclass(frozen=True)
-class PerFedAvg(FedAvg):
+class PerFedAvg(OneModel):
     """One model, trained to be good after adaptation to a client."""
 
     key: ClassVar[str] = "perfedavg"

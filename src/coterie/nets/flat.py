@@ -80,6 +80,16 @@ class Layout:
         """Length of the vector; means use all of it."""
         return (self.buffers or self.parameters)[-1].stop
 
+    def beside(self, models: int) -> Layout:
+        """The layout of several such vectors, one after the other."""
+        if models == 1:
+            return self
+
+        def copies(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+            return tuple(Slot(f"{i}.{s.name}", s.shape, s.start + i * self.size) for i in range(models) for s in slots)
+
+        return Layout(copies(self.parameters), copies(self.buffers))
+
     @property
     def head(self) -> slice:
         """The slice of the last layer that has parameters."""

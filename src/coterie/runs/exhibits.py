@@ -60,7 +60,8 @@ class Sketches:
         if self._signs is None:
             hashes = bits(torch.tensor(Rng.seed(0).at("map").key, device=params.device), self._size)
             self._signs = (1 - 2 * (hashes & 1)).to(params.dtype)
-        self.rows[clients] = fold(params[:, : self._size], self._signs, WIDTH).float().cpu().numpy()
+        found = fold(params[:, : self._size], self._signs, WIDTH).float().cpu().numpy()
+        self.rows[clients, : found.shape[1]] = found  # clients may send a part of the model only
         self.rounds[clients] = round
 
     def arrays(self) -> Arrays:

@@ -233,8 +233,8 @@ class _Static:
                 drawn[stream] = Batch(rows_of(self._x, where), rows_of(self._y, where), mask, keys)
             return drawn[stream]
 
-        def gradient(at: Any, stream: int) -> Stack:
-            return self._kernel.gradients(list(at), self._buffers, batch(stream))
+        def gradient(at: Any, stream: int, model: int = 0) -> Stack:
+            return self._kernel.gradients(list(at), self._work.buffers_of(self._buffers, model), batch(stream))
 
         optimizer, lr, count = self._optimizer, self._lr, self._count
         whole = stepping(self._kernel, self._work)
@@ -243,6 +243,7 @@ class _Static:
         else:
             direction = self._work.direction(gradient, self._params, self._anchor, self._extras)
             optimizer(self._params, direction, self._state, lr, count)
+            self._work.settle(self._params, self._anchor)
         if self._live is not None:
             live = self._live.index_select(0, self._row)[0]
             for old, now in zip(before, moved, strict=True):
