@@ -25,7 +25,7 @@ from tests.helpers import assert_same, finished, outcome, ragged_federation, res
 METHODS = sorted(algorithms())
 
 
-SMALLER = {"num_clusters": 2, "iterations": 5, "pseudo_samples": 3}
+SMALLER = {"num_clusters": 2, "iterations": 5, "pseudo_samples": 3, "cluster_in": 2}
 
 
 def make(name: str, **values: Any) -> Algorithm:
