@@ -40,7 +40,6 @@ from coterie.client.work import SGD, Proximal
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState, num_clusters_setting, register
 from coterie.methods.ifca import choose_and_train
-from coterie.methods.parts.averaging import samples_of
 from coterie.methods.parts.clustering import squared_distances
 from coterie.methods.parts.once import ClusterOnce, first_clients
 from coterie.methods.parts.signatures import Clustering
@@ -126,7 +125,7 @@ class Cornflqs(ClusterOnce[CornState]):
             return self._call(step, state, engine, cohort, rng.at("train"))
 
         average = self.mean_of(self.num_clusters, engine, like=state.centers)
-        found = cluster_models(trained, collect, cluster, average, engine, clients, self._weights)
+        found = cluster_models(trained, collect, cluster, average, engine, clients, self.weights_of)
         if found is None:
             return state
         who, clustering = found
@@ -162,7 +161,7 @@ class Cornflqs(ClusterOnce[CornState]):
         ):
             labels[chunk.clients] = chunk.answer.choice.cpu()
             steady[chunk.clients] = True
-            average.add(chunk.answer.params, chunk.answer.choice, self._weights(chunk))
+            average.add(chunk.answer.params, chunk.answer.choice, self.weights_of(chunk))
         if not state.choices or bool((labels != state.labels).any()):
             steady = torch.zeros_like(steady)  # the first choice is among the centers of the last one
         met = labels >= 0
@@ -183,10 +182,6 @@ class Cornflqs(ClusterOnce[CornState]):
 
     def _compact(self, rows: Tensor, engine: Engine) -> Tensor:
         return compact(rows, engine, Rng.seed(0).at("cornflqs"))
-
-    def _weights(self, chunk: Chunk) -> Tensor:
-        samples = samples_of(chunk)
-        return samples if self.weighting == "samples" else torch.ones_like(samples)
 
     def assign(self, state: CornState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
         """A newcomer gets all centers and chooses by loss."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from coterie.client.steps import train
-from coterie.engines.base import Engine
+from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import S
-from coterie.methods.parts.averaging import Averaging
+from coterie.methods.parts.averaging import Averaging, samples_of
 from coterie.methods.parts.start import enough_clients
 from coterie.randomness import Rng, uniform
 from coterie.settings import setting
@@ -40,6 +40,11 @@ class ClusterOnce(Averaging[S]):
             found = self.assign(state, engine, new, rng)
             labels[new] = torch.where(found >= 0, found, labels[new])
         return labels
+
+    def weights_of(self, chunk: Chunk) -> Tensor:
+        """The weight of each client of a chunk in its cluster's mean, [c]."""
+        samples = samples_of(chunk)
+        return samples if self.weighting == "samples" else torch.ones_like(samples)
 
     def is_placed(self, state: S, labels: Tensor) -> Tensor:
         """Whether clients with these labels [n] have a cluster, bool [n]."""
