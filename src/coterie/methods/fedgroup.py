@@ -32,7 +32,7 @@ from coterie.client.steps import train
 from coterie.client.task import Task
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState, num_clusters_setting, register
-from coterie.methods.parts.clustering import CenterSums, KMeans, cosine_distances, kmeans
+from coterie.methods.parts.clustering import KMeans, cosine_distances, kmeans
 from coterie.methods.parts.once import ClusterOnce
 from coterie.methods.parts.start import cluster_models
 from coterie.nets.sketch import sketch_of
@@ -78,7 +78,7 @@ class FedGroup(ClusterOnce[GroupState]):
     def _cold_start(self, state: GroupState, engine: Engine, clients: Tensor, rng: Rng) -> GroupState:
         """Cluster these clients; the state as it was if none of them answers."""
         updates: list[Tensor] = []
-        everyone = CenterSums(1, like=state.centers)
+        everyone = self.mean_of(1, engine, like=state.centers)
 
         def collect(chunk: Chunk) -> None:
             updates.append(self._update(chunk.answer.params, engine))
@@ -109,7 +109,7 @@ class FedGroup(ClusterOnce[GroupState]):
         return engine.call(train, clients, models=engine.initial().unsqueeze(0), refs=refs, work=work, rng=rng)
 
     def _update(self, models: Tensor, engine: Engine) -> Tensor:
-        """Sketches [c, D] of what models [c, P] have moved from the initial weights; those of small models are exact."""
+        """Sketches [c, D] of the updates of models [c, P] from the initial weights; exact for small models."""
         cut = engine.task.layout.num_parameters
         sketch = sketch_of(cut, _WIDTH, Rng.seed(0).at("fedgroup"), engine.device)
         return sketch(models[:, :cut] - engine.initial()[:cut])
@@ -117,6 +117,8 @@ class FedGroup(ClusterOnce[GroupState]):
     def assign(self, state: GroupState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
         """A newcomer trains from the initial weights and joins the cluster with the most similar direction."""
         labels = torch.full((len(newcomers),), -1, dtype=torch.int64)
+        if not len(state.directions):
+            return labels
         for chunk in self._pretrain(engine, newcomers, rng):
             update = self._update(chunk.answer.params, engine)
             labels[chunk.positions] = cosine_distances(update, state.directions).argmin(1).cpu()

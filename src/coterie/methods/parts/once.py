@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coterie.client.steps import train
+from coterie.client.steps import judge, train
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import S
 from coterie.methods.parts.averaging import Averaging, samples_of
@@ -55,3 +55,13 @@ def first_clients(engine: Engine, num_clusters: int, rng: Rng) -> Tensor:
     """Random clients [n] to be clustered at the start: as many as clusters can be judged by, in whole cohorts."""
     size = -(-enough_clients(num_clusters, engine.num_clients) // engine.cohort_size) * engine.cohort_size
     return uniform(rng.keys(engine.keys), 1)[:, 0].argsort(stable=True)[:size]
+
+
+def judged(engine: Engine, clients: Tensor, table: Tensor, rng: Rng) -> Tensor:
+    """The losses of models [M, P] on the training samples of clients [n]: float64 [n, M]; NaN: did not answer."""
+    losses = torch.full((len(clients), len(table)), torch.nan, dtype=torch.float64)
+    for places in torch.arange(len(clients)).split(engine.cohort_size):
+        refs = torch.arange(len(table)).expand(len(places), -1)
+        for chunk in engine.call(judge, clients[places], models=table, refs=refs, rng=rng):
+            losses[places[chunk.positions]] = chunk.answer.losses.double().cpu()
+    return losses
