@@ -229,12 +229,14 @@ class Block:
 
     def label_counts(self) -> Tensor:
         """Number of training samples of each class: int64 [c, L]."""
-        counts = []
+        return torch.stack([torch.bincount(y, minlength=self.task.num_classes) for _, y in self.shards()])
+
+    def shards(self, split: SplitName = "train") -> Iterator[tuple[Tensor, Tensor]]:
+        """The samples of one client after the other, as it sees them: inputs [n, ...] and labels [n]."""
         for client, view in zip(self.clients.tolist(), self._view.split(1), strict=True):
-            rows = self._split("train").rows(client).to(self._data.device)
-            _, y = self._data.gather(rows.unsqueeze(0), view)
-            counts.append(torch.bincount(y.flatten(), minlength=self.task.num_classes))
-        return torch.stack(counts)
+            rows = self._split(split).rows(client).to(self._data.device)
+            x, y = self._data.gather(rows.unsqueeze(0), view)
+            yield x[0], y[0]
 
     def losses(self, models: Models | Tensor, split: SplitName = "train") -> Tensor:
         """Mean loss of each client's model on its samples [c], or of each of several models [c, m]."""

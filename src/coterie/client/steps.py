@@ -112,6 +112,12 @@ def choose(block: Block, models: Models, work: SGD, own: Tensor | None = None) -
     return Answer(choice=clearly_lowest(block.losses(models), own))
 
 
+@client_step("coterie.block:judge")
+def judge(block: Block, models: Models, work: SGD) -> Answer:
+    """The training loss of each of the models that were sent, [c, m]."""
+    return Answer(losses=block.losses(models))
+
+
 def clearly_lowest(values: Tensor, own: Tensor | None) -> Tensor:
     """The lowest of several losses or distances [c, m] -> [c]; with `own` [c], only if clearly lower than that one.
 

@@ -1,0 +1,67 @@
+"""What methods share that find their clusters once and then average inside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from coterie.client.steps import judge, train
+from coterie.engines.base import Chunk, Engine
+from coterie.methods.base import S
+from coterie.methods.parts.averaging import Averaging, samples_of
+from coterie.methods.parts.start import enough_clients
+from coterie.randomness import Rng, uniform
+from coterie.settings import setting
+
+
+@dataclass(frozen=True)
+class ClusterOnce(Averaging[S]):
+    """FedAvg inside each cluster; a client without a cluster gets one by `assign` when it first takes part."""
+
+    weighting: Literal["samples", "equal"] = setting("samples", "weight of a client in its cluster's mean")
+
+    def round(self, state: S, engine: Engine, cohort: Tensor, rng: Rng) -> S:
+        """Assign new clients, train from the clusters' models, average each cluster."""
+        labels = self.labels_of(state, engine, cohort, rng.at("place"))
+        known = cohort[self.is_placed(state, labels[cohort])]
+        work = engine.task.work.at(engine.round)
+        chunks = engine.call(train, known, models=state.centers, refs=labels[known], work=work, rng=rng.at("train"))
+        centers, _ = self.averaged(chunks, labels, state.centers, engine, weighting=self.weighting)
+        return replace(state, centers=centers, labels=labels)
+
+    def labels_of(self, state: S, engine: Engine, cohort: Tensor, rng: Rng) -> Tensor:
+        """The labels [N], in which new clients of the cohort have a cluster if they answered."""
+        labels = state.labels.clone()
+        new = cohort[~self.is_placed(state, labels[cohort])]
+        if len(new):
+            found = self.assign(state, engine, new, rng)
+            labels[new] = torch.where(found >= 0, found, labels[new])
+        return labels
+
+    def weights_of(self, chunk: Chunk) -> Tensor:
+        """The weight of each client of a chunk in its cluster's mean, [c]."""
+        samples = samples_of(chunk)
+        return samples if self.weighting == "samples" else torch.ones_like(samples)
+
+    def is_placed(self, state: S, labels: Tensor) -> Tensor:
+        """Whether clients with these labels [n] have a cluster, bool [n]."""
+        return labels >= 0
+
+
+def first_clients(engine: Engine, num_clusters: int, rng: Rng) -> Tensor:
+    """Random clients [n] to be clustered at the start: as many as clusters can be judged by, in whole cohorts."""
+    size = -(-enough_clients(num_clusters, engine.num_clients) // engine.cohort_size) * engine.cohort_size
+    return uniform(rng.keys(engine.keys), 1)[:, 0].argsort(stable=True)[:size]
+
+
+def judged(engine: Engine, clients: Tensor, table: Tensor, rng: Rng) -> Tensor:
+    """The losses of models [M, P] on the training samples of clients [n]: float64 [n, M]; NaN: did not answer."""
+    losses = torch.full((len(clients), len(table)), torch.nan, dtype=torch.float64)
+    for places in torch.arange(len(clients)).split(engine.cohort_size):
+        refs = torch.arange(len(table)).expand(len(places), -1)
+        for chunk in engine.call(judge, clients[places], models=table, refs=refs, rng=rng):
+            losses[places[chunk.positions]] = chunk.answer.losses.double().cpu()
+    return losses
