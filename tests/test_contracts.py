@@ -139,6 +139,8 @@ class TestAlgorithm:
         off = {field: value for field, value in off.items() if field in fields_of(algorithms()[name])}
         trainer = trainer_of(setup_of(make(name, num_clusters=3, **off)))
         trainer._start()
+        if trainer.state.num_clusters < 3:
+            pytest.skip("its clusters come later")
         centers = trainer.state.centers.clone()
         # Nobody is near it, nobody's loss is low with it.
         centers[2] = 100 * trainer._rng.at("far").normal(centers.shape[1])

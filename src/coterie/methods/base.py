@@ -71,7 +71,7 @@ class Decision(TypedDict, total=False):
     """What a method decided about its clusters, and why."""
 
     round: int
-    what: str  # cut, refused or move
+    what: str  # cut, refused, move, or removed because it was empty
     clusters: list[int]  # the parts of a cut, of which the first had the number before; or the cluster looked at
     sizes: list[int]  # clients in each part, as far as they gave evidence
     z: float  # evidence; see parts/kinds.py

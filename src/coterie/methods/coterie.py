@@ -41,7 +41,8 @@ from coterie.methods.parts.guard import rechosen, with_misplaced
 from coterie.methods.parts.kinds import CLEAR, WORTH, Halves, Kinds, Limits, Noise, find_kinds
 from coterie.methods.parts.personal import NUM_MIXES, choose_mix, compare_mixes, served
 from coterie.methods.parts.signatures import Signatures
-from coterie.methods.parts.start import chosen_by_loss, find_clusters, signatures_tell
+from coterie.methods.parts.start import by_signature, chosen_by_loss, find_clusters, signatures_tell
+from coterie.nets.flat import Layout
 from coterie.nets.sketch import sketch_of
 from coterie.randomness import Rng
 from coterie.settings import setting
@@ -51,6 +52,7 @@ _WIDEST, _NARROWEST = 409, 32  # numbers per class and half in a signature
 _MOST_CLUSTERS = 100
 _ENOUGH = 16  # clients that must have signed before kinds are looked for, or all
 _AGAIN = 6  # rounds after the first signing in which clients sign again; then twice as many, and so on
+_HALF, _TINY = 6e4, 1e-30  # about the largest number of half precision
 _LARGE = 1e9  # in place of infinity, which JSON does not have
 _FADES = 0.5  # how much a cluster's past preference for mixes counts in a round
 
@@ -83,16 +85,32 @@ def train_member(
         found |= watched(block, models, watch)
     trained = block.train(models, work)
     block.memory.put(OWN_MODEL, trained)
-    found |= {} if sign is None else signed_halves(block, models, bool(sign > 0))
+    if sign is not None:  # at the same coarse model as clients that sign later
+        layout = block.task.layout
+        table = torch.stack([restored(*coarsened(row, layout), layout) for row in models.table])
+        found |= signed_halves(block, Models(table, models.refs), bool(sign > 0))
     return Answer(params=trained, samples=block.samples, **found)
 
 
 @client_step("coterie.coterie:sign_at")
-def sign_at(block: Block, models: None, work: SGD, reference: Tensor, sign: Tensor) -> Answer:
-    """Sign at a model that is sent with half precision."""
-    row = reference.to(block.initial.dtype).unsqueeze(0)
+def sign_at(block: Block, models: None, work: SGD, coarse: Tensor, scales: Tensor, sign: Tensor) -> Answer:
+    """Sign at a coarse model."""
+    row = restored(coarse, scales, block.task.layout).unsqueeze(0)
     refs = torch.zeros(len(block), dtype=torch.int64, device=row.device)
-    return Answer(**signed_halves(block, Models(row, refs), bool(sign > 0)))
+    return Answer(**signed_halves(block, Models(row.to(block.initial), refs), bool(sign > 0)))
+
+
+def coarsened(model: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """A model [P] with eight bits per number, and the scale of each of its tensors."""
+    scales = torch.stack([model[slot.start : slot.stop].abs().max() for slot in layout.slots]) / 127
+    steps = torch.repeat_interleave(scales, torch.tensor([slot.size for slot in layout.slots], device=model.device))
+    return (model / steps.clamp_min(_TINY)).round().to(torch.int8), scales
+
+
+def restored(coarse: Tensor, scales: Tensor, layout: Layout) -> Tensor:
+    """The model [P] that `coarsened` wrote, up to its steps."""
+    sizes = torch.tensor([slot.size for slot in layout.slots], device=scales.device)
+    return coarse * torch.repeat_interleave(scales, sizes)
 
 
 def signed_halves(block: Block, models: Models, by_class: bool) -> dict[str, Tensor]:
@@ -110,7 +128,12 @@ def signed_halves(block: Block, models: Models, by_class: bool) -> dict[str, Ten
         rows[holders, label] = share[:, :1] * halves[0] + share[:, 1:] * halves[1]
         contrasts[holders, label] = (halves[0] - halves[1]) * (samples[:, 1:] > 0)
         counts[holders, label] = total
-    return {"signature": rows, "contrast": contrasts, "counts": counts}
+    return {"signature": _short(rows), "contrast": _short(contrasts), "counts": counts}
+
+
+def _short(rows: Tensor) -> Tensor:
+    """Half precision is enough for what is mostly noise; gradients that are too large for it are cut off."""
+    return rows.clamp(-_HALF, _HALF).half()
 
 
 def signature_shape(task: Task, by_class: bool) -> tuple[int, int]:
@@ -210,7 +233,28 @@ class Coterie(SignedMethod[CoterieState]):
             state = update.with_kinds(state)
         if not self.guard or state.num_clusters < 2:
             return state
-        return self._rechosen(with_misplaced(state, engine), engine, update.answered, rng.at("choose"))
+        state = self._rechosen(with_misplaced(state, engine), engine, update.answered, rng.at("choose"))
+        return self._without_empty(state, engine)
+
+    def _without_empty(self, state: CoterieState, engine: Engine) -> CoterieState:
+        """The state without clusters that all members have left, unless there would be too few."""
+        sizes = torch.bincount(state.labels[state.labels >= 0], minlength=state.num_clusters)
+        used = sizes > 0
+        if bool(used.all()) or int(used.sum()) < self.bounds[0]:
+            return state
+        numbers = used.long().cumsum(0) - 1
+        labels = torch.where(state.labels >= 0, numbers[state.labels.clamp_min(0)], state.labels)
+        there = used.to(state.centers.device)
+        empty = (~used).nonzero().flatten().tolist()
+        decision = Decision(round=engine.round, what="removed", clusters=empty)
+        return replace(
+            state,
+            centers=state.centers[there],
+            curves=state.curves[there],
+            shares=state.shares[there],
+            labels=labels,
+            decisions=[*state.decisions, decision],
+        )
 
     def _signs_now(self, state: CoterieState, engine: Engine) -> bool:
         """Whether the members sign at their centers in this round."""
@@ -265,8 +309,9 @@ class Coterie(SignedMethod[CoterieState]):
         return replace(state, labels=state.labels.index_copy(0, new, labels), pending=pending)
 
     def sign(self, state: CoterieState, engine: Engine, clients: Tensor, rng: Rng) -> Iterator[Chunk]:
-        """Clients sign at the common model, which is sent with half precision."""
-        payload = {"reference": state.common.half(), "sign": self._by_class(engine)}
+        """Clients sign at the common model, of which they get a coarse copy."""
+        coarse, scales = coarsened(state.common, engine.task.layout)
+        payload = {"coarse": coarse, "scales": scales, "sign": self._by_class(engine)}
         return engine.call(sign_at, clients, payload=payload, rng=rng)
 
     def _rechosen(self, state: CoterieState, engine: Engine, answered: Tensor, rng: Rng) -> CoterieState:
@@ -307,8 +352,8 @@ def _with_signatures(state: CoterieState, chunk: Chunk) -> CoterieState:
     there = chunk.clients.to(state.signatures.device)
     return replace(
         state,
-        signatures=state.signatures.index_copy(0, there, chunk.answer.signature),
-        contrasts=state.contrasts.index_copy(0, there, chunk.answer.contrast),
+        signatures=state.signatures.index_copy(0, there, chunk.answer.signature.to(state.signatures)),
+        contrasts=state.contrasts.index_copy(0, there, chunk.answer.contrast.to(state.contrasts)),
         counts=state.counts.index_copy(0, chunk.clients, chunk.answer.counts.cpu()),
     )
 
@@ -388,18 +433,21 @@ class _Update:
         return _with_shares(state)
 
     def _evidence(self, state: CoterieState, cluster: int) -> tuple[Tensor, Halves]:
-        """The members of a cluster that have signed [m], and their signatures: fresh ones, if there are any."""
+        """The members of a cluster that have signed [m], and their signatures: fresh ones, if there are any.
+
+        A client whose loss has risen may have changed its kind, which is no reason to cut its cluster.
+        """
         if not self._fresh:
-            members = ((state.labels == cluster) & has_signature(state)).nonzero().flatten()
+            members = ((state.labels == cluster) & has_signature(state) & ~state.alarmed).nonzero().flatten()
             there = members.to(state.signatures.device)
             return members, Halves.of(state.signatures[there], state.contrasts[there], state.counts[members])
         clients = torch.cat([chunk.clients for chunk in self._fresh])
-        mine = state.labels[clients] == cluster
+        mine = (state.labels[clients] == cluster) & ~state.alarmed[clients]
         rows, contrasts, counts = (
             torch.cat([chunk.answer[name] for chunk in self._fresh])[mine.to(state.centers.device)]
             for name in ("signature", "contrast", "counts")
         )
-        return clients[mine], Halves.of(rows, contrasts, counts)
+        return clients[mine], Halves.of(rows.to(state.signatures), contrasts.to(state.signatures), counts)
 
     def _cut(self, state: CoterieState, cluster: int, members: Tensor, kinds: Kinds) -> CoterieState:
         """Make a cluster of each kind; the largest keeps the number, and members that gave no evidence."""
@@ -420,7 +468,9 @@ class _Update:
             centers[cluster] = average.means(keep=centers)[cluster]
         curves = torch.cat([state.curves, state.curves[cluster].expand(kinds.count - 1, -1)])
         state = replace(state, centers=centers, labels=labels, curves=curves)
-        return self._decided(state, "cut", numbers.tolist(), kinds)
+        doubt = by_signature(state)[1] & (labels >= 0)  # they choose by loss
+        inside = torch.zeros_like(doubt).index_fill(0, members, True)
+        return self._decided(replace(state, pending=state.pending | (doubt & inside)), "cut", numbers.tolist(), kinds)
 
     def _decided(self, state: CoterieState, what: str, clusters: list[int], kinds: Kinds) -> CoterieState:
         sizes = sorted(kinds.labels.bincount().tolist(), reverse=True)

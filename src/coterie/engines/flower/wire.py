@@ -17,7 +17,7 @@ from torch import Tensor
 from coterie.errors import CoterieError
 
 CALL, MODEL, PAYLOAD, EACH, ANSWER, INFO = "call", "model", "payload", "each", "answer", "told"
-_DTYPES = ("float32", "float64", "int64", "int32", "uint8", "bool")
+_DTYPES = ("float16", "float32", "float64", "int64", "int32", "int8", "uint8", "bool")
 _HEADER = 4096  # bytes allowed for an array's header
 
 

@@ -24,7 +24,7 @@ TURNS = (0.0, 0.5, 1.0)  # t
 NUM_MIXES = len(SHARES) * len(TURNS)
 PRIOR_SAMPLES = 20.0
 _SMOOTHED = 2.0  # samples of the cluster's label proportions that are added to a client's own
-
+_ROUNDING = 1e-5
 _MIX = "mix"
 
 
@@ -88,9 +88,10 @@ def _wide(bias: Tensor, outputs: Tensor) -> Tensor:
 
 def choose_mix(block: Block, losses: Tensor, samples: Tensor, curve: Tensor) -> None:
     """Remember the best mix by a client's own losses [c, G] and by its cluster's `curve` [c, G]."""
-    prior = PRIOR_SAMPLES * curve
-    total = samples.unsqueeze(1) * losses + prior
-    block.memory.put(_MIX, total.argmin(1).to(torch.int64))
+    total = (samples.unsqueeze(1) * losses + PRIOR_SAMPLES * curve) / (samples.unsqueeze(1) + PRIOR_SAMPLES)
+    least = total.min(1, keepdim=True).values
+    # Of mixes that differ by rounding only, the first: the one that changes the center least.
+    block.memory.put(_MIX, (total <= least + _ROUNDING * (1 + least)).to(torch.int8).argmax(1))
 
 
 @serving("coterie.coterie:served")
