@@ -60,7 +60,7 @@ class Experiment:
             return self.data
         assert self.scenario is not None
         dataset = self.samples() if samples is None else samples
-        federation = self.scenario.partition(dataset, self.clients, self._data_rng)
+        federation = self.scenario.partition(dataset, self.clients, self._data_rng, self.schedule.seed)
         self.algorithm.check(len(federation))
         return federation
 
@@ -134,6 +134,8 @@ def resolve(tables: Tables) -> Experiment:
     name = run.algorithm
     algorithm_class = find_algorithm(name)
     preset = find_preset(run.dataset)
+    if preset.rounds is not None and "rounds" not in tables["run"]:
+        schedule = replace(schedule, rounds=preset.rounds)
     model = preset.model if run.model is None else run.model
     if run.loss not in LOSSES and ":" not in run.loss:
         raise UnknownName("loss", run.loss, LOSSES)
