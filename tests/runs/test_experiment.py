@@ -43,6 +43,8 @@ def test_a_dataset_brings_the_defaults_that_suit_it(name: str):
     assert found.model_settings == dict(preset.model_settings)
     assert {key: getattr(found.work, key) for key in preset.work} == dict(preset.work)
     assert found.clients == preset.clients
+    assert found.schedule.rounds == (preset.rounds or Schedule.rounds)
+    assert resolved(dataset=name, rounds=3).schedule.rounds == 3
 
 
 def test_every_default_of_the_dataset_can_be_overridden():
