@@ -120,7 +120,7 @@ register_preset(
         scenario_settings={"tests": "kind", "valid": 0.0},
         model="linear",
         work={**_work(0.001, 10, 128), "optimizer": "adam"},
-        rounds=20,
+        run={"rounds": 20},
     )
 )
 
@@ -138,7 +138,7 @@ for _source in ("mnist", "cifar10"):
             model="lenet",
             model_settings={"pool": "avg"},
             work={**_work(0.005, 2, 64), "momentum": 0.9},
-            rounds=10,
+            run={"rounds": 10, "initial": 42},  # all folds begin with the same weights
         )
     )
 
