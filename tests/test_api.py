@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 import coterie
 from coterie import SGD, FedAvg, FeSEM, Local
 from coterie.api import Result
+from coterie.data import dataset
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError, CoterieError, Interrupted, MissingExtra, ModelError, RunError, UnknownName
 from coterie.runs.execution import execute
@@ -139,6 +141,13 @@ def test_a_named_dataset_brings_its_model_and_work():
     assert run.personal_model(0)[1].out_features == 64
     other = coterie.run("fedavg", "rotated-digits", model="mclr", rounds=1)
     assert other.summary["model"] == "mclr"
+
+
+def test_a_named_dataset_brings_its_rounds(monkeypatch: pytest.MonkeyPatch):
+    preset = replace(dataset.find_preset("rotated-digits"), run={"rounds": 2})
+    monkeypatch.setitem(dataset._PRESETS, "rotated-digits", preset)
+    assert coterie.run("fedavg", "rotated-digits", "mclr").summary["rounds"] == 2
+    assert coterie.run("fedavg", "rotated-digits", "mclr", rounds=1).summary["rounds"] == 1
 
 
 def test_a_factory_a_loss_and_an_observer_of_ones_own(digits: Federation):

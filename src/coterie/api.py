@@ -75,7 +75,8 @@ def run(
     chosen = find_algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
     if isinstance(data, str):
         reserve = {"reserve": getattr(chosen, "indicators", 0)}
-        experiment = resolve(merge({"run": {"dataset": data, "seed": schedule.seed}, "scenario": reserve}))
+        experiment = resolve(merge({"run": {"dataset": data, **settings}, "scenario": reserve}))
+        schedule = experiment.schedule
     else:
         experiment = Experiment(chosen, chosen.key, data.name, "mlp", SGD(), schedule, data=data)
     experiment = replace(

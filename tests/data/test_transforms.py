@@ -8,9 +8,21 @@ import numpy as np
 import pytest
 import scipy.ndimage
 import torch
+from PIL import Image
 from scipy import ndimage
 
-from coterie.data.transforms import Blur, Colour, Contrast, Noise, Rotate, SwapLabels, apply_view
+from coterie.data.transforms import (
+    Blur,
+    Colour,
+    Contrast,
+    Dilate,
+    Erode,
+    Noise,
+    Rotate,
+    SwapLabels,
+    Turn,
+    apply_view,
+)
 
 
 @pytest.fixture
@@ -48,6 +60,58 @@ def test_rotation_keeps_labels_and_the_original(pictures):
     Rotate(33).inputs(pictures)
     assert torch.equal(pictures, before)
     assert Rotate(90).labels(y) is y
+
+
+@pytest.mark.parametrize("size", [9, 28, 32])
+@pytest.mark.parametrize("degrees", [0, 33, 72, 90, 120, 144, 216, 240, 288, 400])
+def test_turns_to_the_nearest_pixel_equal_pillow(size, degrees):
+    picture = np.random.default_rng(2).integers(1, 256, (size, size), dtype=np.uint8)
+    expected = np.asarray(Image.fromarray(picture).rotate(degrees))
+    seen = Turn(degrees).inputs(torch.from_numpy(picture)[None, None])
+    assert seen.dtype == torch.uint8
+    np.testing.assert_array_equal(seen[0, 0].numpy(), expected)
+
+
+def test_dilation_by_3_is_a_square_around_each_point():
+    point = torch.zeros(1, 1, 5, 5)
+    point[0, 0, 0, 2] = 0.4
+    point[0, 0, 3, 4] = 1.0
+    assert (
+        Dilate(3).inputs(point)[0, 0].tolist()
+        == torch.tensor(
+            [[0, 0.4, 0.4, 0.4, 0], [0, 0.4, 0.4, 0.4, 0], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]]
+        ).tolist()
+    )
+
+
+def test_pixels_outside_do_not_count_in_erosion():
+    hole = torch.ones(1, 1, 5, 5)
+    hole[0, 0, 1, 4] = 0.2
+    assert (
+        Erode(3).inputs(hole)[0, 0].tolist()
+        == torch.tensor(
+            [[1, 1, 1, 0.2, 0.2], [1, 1, 1, 0.2, 0.2], [1, 1, 1, 0.2, 0.2], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]
+        ).tolist()
+    )
+    assert torch.equal(Erode(3).inputs(torch.full((1, 1, 2, 2), 0.5)), torch.full((1, 1, 2, 2), 0.5))
+
+
+def test_a_square_of_size_8_looks_4_back_and_3_ahead():
+    point = torch.zeros(1, 1, 12, 12)
+    point[0, 0, 5, 6] = 1.0
+    expected = torch.zeros(12, 12)
+    expected[2:10, 3:11] = 1.0  # pixels whose square from -4 to +3 has the point
+    assert torch.equal(Dilate(8).inputs(point)[0, 0], expected)
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_erosion_and_dilation_pick_pixels_exactly(size):
+    whole = np.random.default_rng(3).integers(0, 256, (28, 28), dtype=np.uint8)
+    x = torch.from_numpy(whole)[None, None].float() / 255
+    for transform, filtered, outside in ((Dilate, ndimage.maximum_filter, 0), (Erode, ndimage.minimum_filter, 255)):
+        expected = filtered(whole, size, mode="constant", cval=outside)
+        seen = transform(size).inputs(x)[0, 0]
+        assert torch.equal(seen, torch.from_numpy(expected).float() / 255)
 
 
 @dataclass(frozen=True)

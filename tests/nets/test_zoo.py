@@ -8,7 +8,7 @@ import torch
 import coterie
 from coterie.errors import ConfigError, ModelError
 from coterie.nets.registry import find_model, models
-from coterie.nets.zoo import celeba_cnn, mobilenetv2, resnet18
+from coterie.nets.zoo import celeba_cnn, lenet, linear, mobilenetv2, resnet18
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +27,7 @@ def size(module):
 @pytest.mark.parametrize(
     ("module", "published"),
     [
+        (partial(linear, (1, 28, 28), 10), 159_010),
         (partial(celeba_cnn, (3, 84, 84), 2), 31_202),
         (partial(resnet18, (3, 32, 32), 10), 11_173_962),
         (partial(resnet18, (3, 224, 224), 1000, stem="imagenet"), 11_689_512),
@@ -65,6 +66,20 @@ def test_outputs(name, shape, settings):
     outputs = module(torch.randn(2, *shape))
     assert outputs.shape == (2, 7)
     assert outputs.isfinite().all()
+
+
+def test_two_linear_layers_are_linear():
+    module, (one, other) = linear((4,), 3, hidden=5), torch.randn(2, 6, 4)
+    middle = (module(one) + module(other)) / 2
+    torch.testing.assert_close(module((one + other) / 2), middle)
+
+
+@pytest.mark.parametrize(("pool", "layer"), [("max", torch.nn.MaxPool2d), ("avg", torch.nn.AvgPool2d)])
+def test_lenet_pools_as_told(pool, layer):
+    module = lenet((3, 32, 32), 10, pool=pool)
+    assert sum(isinstance(part, layer) for part in module) == 2
+    assert module[7].in_features == 576
+    assert module(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
 @pytest.mark.parametrize("build", [resnet18, mobilenetv2])
@@ -122,6 +137,8 @@ def test_stacked_is_the_same_as_one_at_a_time(build, settings, norm):
     ("build", "settings", "message"),
     [
         (celeba_cnn, {"norm": "layer"}, "norm of the model must be one of batch, group. Got 'layer'"),
+        (lenet, {"pool": "min"}, "pool of the model must be one of max, avg. Got 'min'"),
+        (linear, {"hidden": 0}, "hidden of the model must be an int >= 1. Got 0"),
         (resnet18, {"stem": "large"}, "stem of the model must be one of small, imagenet. Got 'large'"),
         (resnet18, {"width": 0}, "width of the model must be an int >= 1. Got 0"),
         (mobilenetv2, {"width": 0}, "width of the model must be a number > 0. Got 0"),

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from coterie import IFCA, SGD, FedAvg, FeSEM
 from coterie.data.dataset import presets
 from coterie.errors import ConfigError, CoterieError, DataError, UnknownName
 from coterie.methods.base import algorithms
+from coterie.nets.flat import flatten
+from coterie.randomness import Rng
 from coterie.runs.experiment import resolve, resolve_each
 from coterie.runs.loop import Schedule
 from coterie.runs.settings import TABLES, RunSettings, apply_set, merge, read_tables
@@ -43,6 +46,8 @@ def test_a_dataset_brings_the_defaults_that_suit_it(name: str):
     assert found.model_settings == dict(preset.model_settings)
     assert {key: getattr(found.work, key) for key in preset.work} == dict(preset.work)
     assert found.clients == preset.clients
+    assert found.schedule == Schedule(**preset.run)
+    assert resolved(dataset=name, rounds=3).schedule.rounds == 3
 
 
 def test_every_default_of_the_dataset_can_be_overridden():
@@ -77,6 +82,16 @@ def test_the_federation_hangs_on_the_seed_and_on_nothing_else():
     digests = [resolved(clients=8, seed=seed, algorithm=name).federation().digest() for seed, name in DIGESTS]
     assert digests[0] == digests[1]
     assert digests[0] != digests[2]
+
+
+def test_first_weights_may_be_the_same_for_every_seed():
+    one, other = (resolved(clients=8, seed=seed, initial=42, model="mclr").task() for seed in (0, 1))
+    torch.manual_seed(42)
+    assert torch.equal(one.initial, flatten(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))))
+    assert torch.equal(one.initial, other.initial)
+    point = Rng.seed(0).at("other")
+    assert not torch.equal(one.draw(point), one.initial)  # other weights are drawn as before
+    assert torch.equal(one.draw(point), resolved(clients=8, model="mclr").task().draw(point))
 
 
 DIGESTS = [(0, "fesem"), (0, "fedavg"), (1, "fesem")]

@@ -38,7 +38,8 @@ class Task:
         cls, make: ModelMaker, seed: int, loss: Loss, num_classes: int, input_shape: tuple[int, ...], work: SGD
     ) -> Task:
         """The task of a run with this seed; server and sites derive the same initial weights from it."""
-        module = make(Rng.seed(seed).at("model"))
+        first = getattr(make, "first", None)
+        module = make(Rng.seed(seed).at("model") if first is None else Rng(first))
         sizes = (num_classes, input_shape)
         return cls(
             module, Layout.of(module), flatten(module), loss, *sizes, work, lambda rng: flatten(make(rng)), make, seed

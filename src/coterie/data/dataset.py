@@ -93,6 +93,7 @@ class Preset:
     model: str = "mlp"
     model_settings: Mapping[str, Any] = field(default_factory=dict)
     work: Mapping[str, Any] = field(default_factory=dict)  # lr, epochs, batch_size ...
+    run: Mapping[str, Any] = field(default_factory=dict)  # rounds, initial
 
 
 _SOURCES: dict[str, type[Source]] = {}

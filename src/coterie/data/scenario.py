@@ -66,6 +66,7 @@ class ClientShare:
     train: Tensor  # int64 rows
     test: Tensor | int  # rows held out for this client, or the group whose test rows are shared
     kind: int | None = None  # clients of one kind may be tested on each other's held-out rows; by default the group
+    valid: Tensor | None = None  # rows for validation; by default the last ones of `train`, by the setting `valid`
 
     @property
     def test_set(self) -> tuple[str, int]:
@@ -94,6 +95,7 @@ class Partition:
     drift: tuple[tuple[int, ...], float] | None = None  # rounds, and the share of clients that change
     repeats: bool = False
     reserved: Tensor | None = None
+    seed: int = 0  # of the run, for parts that repeat a published generator; the others use `rng`
 
     def set_groups(self, names: list[str], views: list[View]) -> None:
         """Define the groups; a second part must define as many, and its views are appended."""
@@ -196,7 +198,7 @@ class Partition:
                 raise DataError(
                     f"Client '{share.name}' of {self.dataset.name} has no training samples; use fewer clients."
                 )
-            own, middle = cut(share.train, self.common.valid)
+            own, middle = cut(share.train, self.common.valid) if share.valid is None else (share.train, share.valid)
             train.append(own)
             held.append(middle)
         names = tuple(share.name for share in shares)
@@ -455,6 +457,14 @@ def shuffled(rows: Tensor, rng: Rng) -> Tensor:
     return rows[rng.permutation(len(rows))]
 
 
+def unit_pixels(dataset: Dataset, part: str) -> Dataset:
+    """The dataset with its pixels scaled to 0 ... 1; DataError unless it holds square images of ten classes."""
+    shape = dataset.input_shape
+    if dataset.x.dtype != torch.uint8 or len(shape) != 3 or shape[-1] != shape[-2] or dataset.num_classes != 10:
+        raise DataError(f"{part} needs square images of ten classes; samples of {dataset.name} have shape {shape}.")
+    return replace(dataset, mean=0.0, std=255.0)
+
+
 def _repeated(rows: Tensor, count: int) -> Tensor:
     """`count` rows, repeating from the start if there are too few."""
     if count <= len(rows):
@@ -538,11 +548,11 @@ class Scenario:
             merged |= values_of(part)
         return merged
 
-    def partition(self, dataset: Dataset, clients: int | None, rng: Rng) -> Federation:
+    def partition(self, dataset: Dataset, clients: int | None, rng: Rng, seed: int = 0) -> Federation:
         """Partition a dataset into `clients` clients, or into one per user of the dataset."""
         if clients is not None and clients < 1:
             raise ConfigError(f"clients must be an int >= 1. Got {clients} instead.")
-        partition = Partition(dataset, clients, rng.at("scenario"), self.common)
+        partition = Partition(dataset, clients, rng.at("scenario"), self.common, seed=seed)
         for part in self.parts:
             part.configure(partition)
         return partition.build()

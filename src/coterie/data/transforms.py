@@ -49,6 +49,62 @@ class Rotate(Transform):
 
 
 @dataclass(frozen=True)
+class Turn(Transform):
+    """Rotate images [b, C, H, W] counterclockwise to the nearest pixel, as Pillow does; outside is 0."""
+
+    degrees: float
+
+    def inputs(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        quarters, rest = divmod(self.degrees % 360, 90)
+        if rest == 0:
+            return torch.rot90(x, int(quarters), dims=(-2, -1))
+        height, width = x.shape[-2:]
+        angle = math.radians(self.degrees % 360)
+        cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
+        middle_x, middle_y = width / 2, height / 2
+        down = torch.arange(height, device=x.device).unsqueeze(1)
+        right = torch.arange(width, device=x.device)
+        # The pixel that a pixel comes from, from the middle of the pixel and in 16 binary digits.
+        from_x = middle_x - cos * middle_x + sin * middle_y + cos / 2 - sin / 2
+        from_y = middle_y - sin * middle_x - cos * middle_y + sin / 2 + cos / 2
+        column = (_fixed(cos) * right - _fixed(sin) * down + _fixed(from_x)) >> 16  # [H, W]
+        row = (_fixed(sin) * right + _fixed(cos) * down + _fixed(from_y)) >> 16
+        inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+        source = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
+        seen = x.flatten(-2).index_select(-1, source.flatten()).reshape(x.shape)
+        return seen.where(inside, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _fixed(value: float) -> int:
+    return math.floor(value * 65536 + 0.5)
+
+
+@dataclass(frozen=True)
+class Dilate(Transform):
+    """Each pixel of images [b, C, H, W] is the largest of a square around it; pixels outside do not count.
+
+    Of a square of even size, the larger part is above and to the left.
+    """
+
+    size: int
+
+    def inputs(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        before, after = self.size // 2, self.size - 1 - self.size // 2
+        padded = functional.pad(x, (before, after, before, after), value=-math.inf)
+        return functional.max_pool2d(padded, self.size, stride=1)
+
+
+@dataclass(frozen=True)
+class Erode(Transform):
+    """As Dilate, with the smallest pixel."""
+
+    size: int
+
+    def inputs(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        return -Dilate(self.size).inputs(-x)
+
+
+@dataclass(frozen=True)
 class SwapLabels(Transform):
     """Swap two classes."""
 

@@ -80,6 +80,7 @@ class ModelMaker:
     settings: Mapping[str, Any]
     input_shape: tuple[int, ...]
     outputs: int
+    first: int | None = None  # torch's seed for the first weights of a run; None: they follow from the run's seed
 
     def __call__(self, rng: Rng) -> nn.Module:
         return build_model(self.model, self.settings, self.input_shape, self.outputs, rng)

@@ -24,6 +24,7 @@ _NORMS: dict[str, MakeNorm] = {
     "batch": nn.BatchNorm2d,
     "group": lambda channels: nn.GroupNorm(math.gcd(_GROUPS, channels), channels),
 }
+_POOLS: dict[str, Callable[[int], nn.Module]] = {"max": nn.MaxPool2d, "avg": nn.AvgPool2d}
 _STEMS = ("small", "imagenet")
 
 
@@ -42,18 +43,26 @@ def mlp(input_shape: tuple[int, ...], num_outputs: int, *, hidden: int = 200) ->
     )
 
 
+@register_model("linear")
+def linear(input_shape: tuple[int, ...], num_outputs: int, *, hidden: int = 200) -> nn.Module:
+    """Two linear layers without an activation between them (784-200-10 in the CORNFLQS paper)."""
+    _at_least_one("hidden", hidden)
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), hidden), nn.Linear(hidden, num_outputs))
+
+
 @register_model("lenet")
-def lenet(input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
-    """LeNet-5 with ReLU and max pooling: two convolutions, three dense layers."""
+def lenet(input_shape: tuple[int, ...], num_outputs: int, *, pool: str = "max") -> nn.Module:
+    """LeNet-5 with ReLU: two convolutions with pooling "max" or "avg", three dense layers."""
     channels, height, width = _image(input_shape, "lenet", smallest=12)
+    _one_of("pool", pool, tuple(_POOLS))
     left = ((height // 2 - 4) // 2) * ((width // 2 - 4) // 2)
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5, padding=2),
         nn.ReLU(),
-        nn.MaxPool2d(2),
+        _POOLS[pool](2),
         nn.Conv2d(6, 16, 5),
         nn.ReLU(),
-        nn.MaxPool2d(2),
+        _POOLS[pool](2),
         nn.Flatten(),
         nn.Linear(16 * left, 120),
         nn.ReLU(),

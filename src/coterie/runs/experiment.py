@@ -60,7 +60,7 @@ class Experiment:
             return self.data
         assert self.scenario is not None
         dataset = self.samples() if samples is None else samples
-        federation = self.scenario.partition(dataset, self.clients, self._data_rng)
+        federation = self.scenario.partition(dataset, self.clients, self._data_rng, self.schedule.seed)
         self.algorithm.check(len(federation))
         return federation
 
@@ -72,7 +72,7 @@ class Experiment:
         """The network with its first weights, the loss and the local work."""
         data = self.federation()
         outputs = data.num_classes or (1 if data.y.dim() == 1 else int(data.y[0].numel()))
-        make = ModelMaker(self.model, self.model_settings, data.input_shape, outputs)
+        make = ModelMaker(self.model, self.model_settings, data.input_shape, outputs, self.schedule.initial)
         seed, loss = self.schedule.seed, find_loss(self.loss)
         return Task.made(make, seed, loss, data.num_classes, data.input_shape, self.work_of_run)
 
@@ -129,11 +129,12 @@ def find_loss(loss: str | Loss) -> Loss:
 def resolve(tables: Tables) -> Experiment:
     """Fill in the dataset's defaults, check every value, and make the objects."""
     tables = merge(tables)
-    run, schedule = build_run(tables["run"])
+    run, _ = build_run(tables["run"])
     notes: list[str] = []
     name = run.algorithm
     algorithm_class = find_algorithm(name)
     preset = find_preset(run.dataset)
+    _, schedule = build_run({**preset.run, **tables["run"]})
     model = preset.model if run.model is None else run.model
     if run.loss not in LOSSES and ":" not in run.loss:
         raise UnknownName("loss", run.loss, LOSSES)

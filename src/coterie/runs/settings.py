@@ -69,6 +69,9 @@ class Schedule:
     rounds: int = setting(20, "number of rounds", ge=1, flag=True)
     participation: float = setting(1.0, "fraction of the clients in each round", gt=0, le=1, flag=True)
     seed: int = setting(0, "random seed", ge=0, flag=True)
+    initial: int | None = setting(
+        None, "torch's seed for the first weights, whatever the seed of the run; by default they follow from it", ge=0
+    )
     evaluate_every: int = setting(1, "evaluate every N rounds, and after the last one", ge=1, flag=True)
     checkpoint_every: float = setting(30.0, "seconds between checkpoints; 0 saves every round", ge=0, flag=True)
     unseen: float = setting(0.0, "fraction of the clients held out and evaluated at the end", ge=0, lt=1, flag=True)

@@ -1,4 +1,7 @@
-"""Rules for every registered part of a scenario, alone and joined to others."""
+"""Rules for every registered part of a scenario, alone and joined to others.
+
+Except the parts that repeat a published benchmark, whose samples and sizes are fixed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from coterie.errors import ConfigError, DataError
 from coterie.randomness import Rng
 
 JOINED = ["rotated+label_swapped", "rotated+dirichlet", "noisy+quantity_skew", "rotated+shards", "blurred+drift"]
-NAMES = sorted(parts()) + JOINED
+BENCHMARKS = {"corn", "flux"}
+NAMES = sorted(set(parts()) - BENCHMARKS) + JOINED
 NEEDS_KINDS = {"drift": "rotated+drift"}
 
 

@@ -1,6 +1,7 @@
 """The datasets of the papers' experiments: source, scenario, model and local work as published.
 
-As in the papers, no validation samples are held out; `--set scenario.valid=0.1` does.
+As in the papers, no validation samples are held out of the training samples, but for FLUX; `--set
+scenario.valid=0.1` does.
 """
 
 from __future__ import annotations
@@ -104,6 +105,40 @@ for _name, _summary, _source, _least, _model, _local in (
             scenario_settings={"split": "own", "valid": 0.0, **_least},
             model=_model,
             work=_local,
+        )
+    )
+
+# ---- CORNFLQS (Ben Ali et al. 2025): 100 clients in file order, four groups, sizes that differ ----
+
+register_preset(
+    Preset(
+        "corn-mnist",
+        "MNIST in four groups: rotated, two classes swapped, or eroded and dilated (CORNFLQS)",
+        source="mnist",
+        scenario="corn",
+        clients=100,
+        scenario_settings={"tests": "kind", "valid": 0.0},
+        model="linear",
+        work={**_work(0.001, 10, 128), "optimizer": "adam"},
+        run={"rounds": 20},
+    )
+)
+
+# ---- FLUX (Fenoglio et al. 2025): 10 clients, four kinds of shift, eight levels ----
+
+for _source in ("mnist", "cifar10"):
+    register_preset(
+        Preset(
+            f"flux-{_source}",
+            f"{_source}: shifts of P(X), P(Y), P(Y|X) or P(X|Y) in eight levels (FLUX)",
+            source=_source,
+            scenario="flux",
+            clients=10,
+            scenario_settings={"tests": "own", "valid": 0.2},
+            model="lenet",
+            model_settings={"pool": "avg"},
+            work={**_work(0.005, 2, 64), "momentum": 0.9},
+            run={"rounds": 10, "initial": 42},  # all folds begin with the same weights
         )
     )
 
