@@ -157,6 +157,11 @@ class Block:
             return in_order
         return in_order[torch.argsort(counts.order).to(device)]
 
+    def num_steps(self, work: SGD) -> Tensor:
+        """Number of steps of each client in this work, int64 [c], on the device."""
+        counts = StepCounts(self._sizes("train"), work)
+        return counts.steps[torch.argsort(counts.order)].to(self._data.device)
+
     def gradient(self, params: Tensor) -> tuple[Tensor, Tensor]:
         """Gradient of the mean loss over all training samples [c, num_parameters], and updated buffers [c, rest]."""
         moved = self.train(params, SGD(lr=1.0, epochs=1, batch_size="full"))
