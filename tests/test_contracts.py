@@ -135,7 +135,7 @@ class TestAlgorithm:
         if "num_clusters" not in fields_of(algorithms()[name]):
             pytest.skip("no clusters")
         # A repair, or a new clustering by the server, would fill it.
-        off = {"guard": False, "clusterings": 1}
+        off = {"guard": False, "clusterings": 1, "patience": 0}
         off = {field: value for field, value in off.items() if field in fields_of(algorithms()[name])}
         trainer = trainer_of(setup_of(make(name, num_clusters=3, **off)))
         trainer._start()

@@ -13,6 +13,7 @@ from coterie.data.sources.synthetic import Synthetic
 from coterie.methods.base import algorithms
 from coterie.methods.fesem import FeSEM
 from coterie.methods.parts.centers import CenterMethod
+from coterie.methods.parts.once import ClusterOnce
 from coterie.methods.parts.start import enough_clients
 from coterie.randomness import Rng
 from coterie.runs.loop import Schedule
@@ -20,6 +21,7 @@ from coterie.settings import fields_of
 from tests.helpers import ragged_federation, reserved_for, setup_of, trainer_of
 
 CENTERED = sorted(key for key, cls in algorithms().items() if issubclass(cls, CenterMethod))
+ONCE = sorted(key for key, cls in algorithms().items() if issubclass(cls, ClusterOnce))
 
 
 def spied(trainer):
@@ -42,7 +44,7 @@ def small(name, **more):
 
 
 @pytest.mark.parametrize("settings", [{}, {"init": "paper"}, {"privacy": "strong"}, {"first_models": "independent"}])
-@pytest.mark.parametrize("name", [*CENTERED, "robust_tkm"])
+@pytest.mark.parametrize("name", [*CENTERED, *ONCE, "robust_tkm"])
 def test_no_call_asks_more_clients_than_a_cohort(name, settings):
     if not settings.keys() <= set(fields_of(algorithms()[name])):
         pytest.skip("no such setting")
