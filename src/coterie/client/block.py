@@ -283,6 +283,8 @@ class Block:
         count = params.shape[1]
         owner = torch.stack([self._split(split).shard[self.clients], self._view], dim=1)
         sizes = self._split(split).offsets.diff()[owner[:, 0]]
+        if not bool(sizes.any()):
+            return
         table = params.reshape(-1, params.shape[2])
         rows = torch.arange(len(self)) * count
         every = [

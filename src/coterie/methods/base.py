@@ -71,11 +71,12 @@ class Decision(TypedDict, total=False):
     """What a method decided about its clusters, and why."""
 
     round: int
-    what: str  # cut, refused, move, or removed because it was empty
+    what: str  # cut, proposed (it is tried in the next round), refused, move, or removed because it was empty
     clusters: list[int]  # the parts of a cut, of which the first had the number before; or the cluster looked at
     sizes: list[int]  # clients in each part, as far as they gave evidence
     z: float  # evidence; see parts/kinds.py
     q: float  # benefit
+    t: float  # gain of the members that tried a cut, in standard errors
     signed_at: str  # the model at which clients signed
     moves: list[Move]
     loss_rose: int  # how many of those who moved had told that their loss rose

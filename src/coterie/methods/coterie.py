@@ -38,7 +38,7 @@ from coterie.methods.parts import signatures
 from coterie.methods.parts.averaging import fits_in_memory
 from coterie.methods.parts.centers import REST, CenterState, SignedMethod, has_risen, has_signature, watched
 from coterie.methods.parts.guard import rechosen, with_misplaced
-from coterie.methods.parts.kinds import CLEAR, WORTH, Halves, Kinds, Limits, Noise, find_kinds
+from coterie.methods.parts.kinds import CLEAR, SURE, WORTH, Halves, Kinds, Limits, Noise, find_kinds
 from coterie.methods.parts.personal import NUM_MIXES, choose_mix, compare_mixes, served
 from coterie.methods.parts.signatures import Signatures
 from coterie.methods.parts.start import by_signature, chosen_by_loss, find_clusters, signatures_tell
@@ -50,6 +50,7 @@ from coterie.settings import setting
 AUTO = "auto"
 _WIDEST, _NARROWEST = 409, 32  # numbers per class and half in a signature
 _MOST_CLUSTERS = 100
+_BETTER, _FEWEST = 2.0, 4  # a cut is made if its members gain so many standard errors; members that must have tried it
 _ENOUGH = 16  # clients that must have signed before kinds are looked for, or all
 _AGAIN = 6  # rounds after the first signing in which clients sign again; then twice as many, and so on
 _HALF, _TINY = 6e4, 1e-30  # about the largest number of half precision
@@ -90,6 +91,15 @@ def train_member(
         table = torch.stack([restored(*coarsened(row, layout), layout) for row in models.table])
         found |= signed_halves(block, Models(table, models.refs), bool(sign > 0))
     return Answer(params=trained, samples=block.samples, **found)
+
+
+@client_step("coterie.coterie:try_member")
+def try_member(block: Block, models: Models, work: SGD, shares: Tensor, curve: Tensor) -> Answer:
+    """As `train_member`, with a second model: tell how it would do in place of the center, on held-out samples."""
+    tried = Models(models.table, models.refs[:, 1])
+    losses, _ = compare_mixes(block, tried.rows(), shares)
+    found = train_member(block, Models(models.table, models.refs[:, 0]), work, shares, curve)
+    return Answer(**found, tried=losses.nan_to_num(posinf=0.0).to(models.table.dtype))
 
 
 @client_step("coterie.coterie:sign_at")
@@ -150,12 +160,15 @@ def signature_shape(task: Task, by_class: bool) -> tuple[int, int]:
 class CoterieState(CenterState):
     """The clusters, the evidence for them, and what was decided."""
 
-    of_clients: ClassVar[tuple[str, ...]] = (*CenterState.of_clients, "contrasts")
+    of_clients: ClassVar[tuple[str, ...]] = (*CenterState.of_clients, "contrasts", "tried")
 
     contrasts: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, L, D] differences of the signatures' halves
     shares: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, L] label proportions; 0: unknown
     curves: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, G] mean held-out losses of mixes
     signed_in: int = 0  # the round at whose center clients sign; 0: not yet
+    tried: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N] rows of `trials`; -1: none
+    trials: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, P] centers of proposed parts
+    proposals: list[Decision] = field(default_factory=list)  # the cuts that are tried in this round
     decisions: list[Decision] = field(default_factory=list)
 
 
@@ -190,6 +203,8 @@ class Coterie(SignedMethod[CoterieState]):
             counts=torch.zeros(engine.num_clients, classes, dtype=torch.int64),
             shares=zeros.new_zeros(1, classes if classes > 1 else 0),
             curves=zeros.new_zeros(1, NUM_MIXES),
+            tried=torch.full((engine.num_clients,), -1, dtype=torch.int64),
+            trials=engine.initial().unsqueeze(0)[:0],
         )
 
     def check(self, num_clients: int) -> None:
@@ -225,16 +240,19 @@ class Coterie(SignedMethod[CoterieState]):
         signed = has_signature(state)
         state = self._placed(state, engine, cohort, rng.at("place"))
         is_signing = self._signs_now(state, engine)
-        update = _Update(self, state, engine, keep=is_signing or not torch.equal(has_signature(state), signed))
+        has_news = is_signing or not torch.equal(has_signature(state), signed)
+        update = _Update(self, state, engine, keep=has_news or bool(state.proposals))
         for chunk in self._train(state, engine, cohort[state.labels[cohort] >= 0], is_signing, rng.at("train")):
             update.add(chunk)
         state = update.averaged()
-        if update.keep:
+        if state.proposals:
+            state = update.with_verdicts(state)
+        elif has_news:
             state = update.with_kinds(state)
         if not self.guard or state.num_clusters < 2:
             return state
         state = self._rechosen(with_misplaced(state, engine), engine, update.answered, rng.at("choose"))
-        return self._without_empty(state, engine)
+        return state if state.proposals else self._without_empty(state, engine)
 
     def _without_empty(self, state: CoterieState, engine: Engine) -> CoterieState:
         """The state without clusters that all members have left, unless there would be too few."""
@@ -268,16 +286,31 @@ class Coterie(SignedMethod[CoterieState]):
     def _train(
         self, state: CoterieState, engine: Engine, members: Tensor, is_signing: bool, rng: Rng
     ) -> Iterator[Chunk]:
-        labels = state.labels[members]
-        payload = {"watch": torch.ones(())} if self.guard else {}
+        """Members train from their centers; those of a cluster whose cut is tried get a second model."""
+        work, in_trial = self.work(engine), state.tried[members] >= 0
+        others, some = members[~in_trial], members[in_trial]
+        payload = {"watch": torch.ones(())} if self.guard and state.num_clusters > 1 else {}
         if is_signing:
             payload["sign"] = self._by_class(engine)
+        labels = state.labels[others]
         each = {} if self.serve == "kind" else _told(state, labels)
-        work = self.work(engine)
-        models, refs = state.centers, labels
-        return engine.call(
-            train_member, members, models=models, refs=refs, payload=payload, each=each, work=work, rng=rng
-        )
+        if len(others):
+            yield from engine.call(
+                train_member,
+                others,
+                models=state.centers,
+                refs=labels,
+                payload=payload,
+                each=each,
+                work=work,
+                rng=rng,
+            )
+        if len(some):
+            table = torch.cat([state.centers, state.trials])
+            labels = state.labels[some]
+            refs = torch.stack([labels, state.num_clusters + state.tried[some]], dim=1)
+            each = _told(state, labels)
+            yield from engine.call(try_member, some, models=table, refs=refs, each=each, work=work, rng=rng)
 
     def _by_class(self, engine: Engine) -> Tensor:
         return torch.tensor(float(self.signs_classes(engine)))
@@ -370,6 +403,7 @@ class _Update:
         self._fits = keep and fits_in_memory(engine.num_clients, engine)
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []  # clients, models, weights
         self._fresh: list[Chunk] = []  # signatures at the clients' own centers
+        self._verdicts: list[tuple[Tensor, Tensor, Tensor]] = []  # clients, losses of center and of part
         self._losses = torch.zeros_like(state.curves, dtype=torch.float64)
         self._held = torch.zeros(state.num_clusters, dtype=torch.float64, device=state.curves.device)
 
@@ -388,6 +422,8 @@ class _Update:
             there, held = labels.to(self._held.device), answer.held.double()
             self._losses.index_add_(0, there, held.unsqueeze(1) * answer.losses.double())
             self._held.index_add_(0, there, held)
+        if "tried" in answer:
+            self._verdicts.append((clients, answer.losses.double().cpu(), answer.tried.double().cpu()))
         if self._fits:
             self._kept.append((clients, answer.params, weights))
         if "signature" in answer and state.signed_in == self._engine.round:
@@ -413,23 +449,70 @@ class _Update:
         return _with_shares(after)
 
     def with_kinds(self, state: CoterieState) -> CoterieState:
-        """Cut each cluster in which there are several kinds."""
-        low, high = self._method.bounds
-        for cluster in range(state.num_clusters):
+        """Cut each cluster in which there are surely several kinds; propose a cut where there may be."""
+        method, before = self._method, state.num_clusters
+        low, high = method.bounds
+        most = _MOST_CLUSTERS if high is None else high
+        for cluster in range(before):
             members, found = self._evidence(state, cluster)
-            enough = min(_ENOUGH, self._engine.num_clients) if state.num_clusters == 1 else 2
-            if len(members) < enough:
+            if len(members) < (min(_ENOUGH, self._engine.num_clients) if before == 1 else 2):
                 continue
-            most = _MOST_CLUSTERS if high is None else high
             room = max(1, most - state.num_clusters + 1)
-            least = low if state.num_clusters == 1 else 1
-            limits = Limits(self._method.clear, self._method.worth, least=min(least, len(members)), most=room)
+            least = min(low, len(members)) if before == 1 else 1
+            limits = Limits(method.clear, max(SURE, method.worth), least=least, most=room)
             noise, keys = Noise.of(found), self._engine.keys[members]
             kinds = find_kinds(found, noise, keys, limits)
             state = self._cut(state, cluster, members, kinds)
-            if kinds.count == 1 and room > 1:
+            for part in range(kinds.count if self._kept else 0):
+                inside = (kinds.labels == part).nonzero().flatten()
+                number = int(state.labels[members[inside[0]]])
+                room = max(1, most - state.num_clusters - len(state.trials) + 1)
+                limits = Limits(method.clear, method.worth, most=room)
+                finer = find_kinds(found.at(inside), noise, keys[inside], limits)
+                state = self._proposed(state, number, members[inside], finer)
+            if kinds.count == 1 and not state.proposals and room > 1:
                 nearly = find_kinds(found, noise, keys, replace(limits, least=2, most=2))
                 state = self._decided(state, "refused", [cluster], nearly)
+        return _with_shares(state)
+
+    def _proposed(self, state: CoterieState, cluster: int, members: Tensor, kinds: Kinds) -> CoterieState:
+        """The state in which the members of a cluster try a cut in the next round, if there is one to try."""
+        if kinds.count < 2:
+            return state
+        parts = torch.full_like(state.labels, -1).index_copy(0, members, kinds.labels)
+        average = self._method.mean_of(kinds.count, self._engine, like=state.centers)
+        for clients, models, weights in self._kept:
+            inside = (parts[clients] >= 0).to(weights)
+            average.add(models, parts[clients].clamp_min(0), weights * inside)
+        centers = average.means(keep=state.centers[cluster].expand(kinds.count, -1))
+        tried = state.tried.index_copy(0, members, len(state.trials) + kinds.labels)
+        state = self._decided(state, "proposed", [cluster], kinds)
+        proposals = [*state.proposals, state.decisions[-1]]
+        return replace(state, tried=tried, trials=torch.cat([state.trials, centers]), proposals=proposals)
+
+    def with_verdicts(self, state: CoterieState) -> CoterieState:
+        """Cut the clusters whose members do better with their parts, by what they would be served with."""
+        proposals, tried = state.proposals, state.tried
+        none = torch.full_like(tried, -1)
+        state = replace(state, proposals=[], tried=none, trials=state.trials[:0])
+        if not self._verdicts:
+            return state
+        clients, center, part = (torch.cat(parts) for parts in zip(*self._verdicts, strict=True))
+        if self._method.serve == "kind":
+            center, part = center[:, :1], part[:, :1]
+        for proposal in proposals:
+            cluster = proposal["clusters"][0]
+            mine = state.labels[clients] == cluster
+            gains = center[mine][:, center[mine].mean(0).argmin()] - part[mine][:, part[mine].mean(0).argmin()]
+            t = t_value(gains)
+            members = ((state.labels == cluster) & (tried >= 0)).nonzero().flatten()
+            _, parts = tried[members].unique(return_inverse=True)
+            kinds = Kinds(parts, proposal["z"], proposal["q"])
+            if t >= _BETTER:
+                state = self._cut(state, cluster, members, kinds)
+            else:
+                state = self._decided(state, "refused", [cluster], kinds)
+            state.decisions[-1]["t"] = round(t, 2)
         return _with_shares(state)
 
     def _evidence(self, state: CoterieState, cluster: int) -> tuple[Tensor, Halves]:
@@ -485,6 +568,13 @@ class _Update:
             signed_at=by,
         )
         return replace(state, decisions=[*state.decisions, decision])
+
+
+def t_value(gains: Tensor) -> float:
+    """The mean of paired gains [n] in standard errors; 0 if there are too few."""
+    if len(gains) < _FEWEST or float(gains.std()) <= 0:
+        return 0.0
+    return float(gains.mean() / gains.std() * len(gains) ** 0.5)
 
 
 def _with_shares(state: CoterieState) -> CoterieState:

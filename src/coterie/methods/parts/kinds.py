@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 CLEAR = 10.0  # z beyond which two groups differ; the search for the best pair raises z by chance to 5, rarely to 9
-WORTH = 0.4  # q beyond which two models are worth it
+WORTH = 0.4  # q beyond which two models may be worth it
+SURE = 10.0  # q beyond which they are
 _NOTHING = 2.0  # z of groups that share no class: nothing speaks against merging them, but better known pairs go first
 _MOST = 400  # clients that are merged pair by pair; the others join the group that is nearest
 _ROUNDS = 20  # of moving clients and joining groups, at most
@@ -276,6 +277,10 @@ def _nearest(found: Halves, labels: Tensor, known: Tensor, noise: Noise) -> Tens
         apart = (rows - means).square().sum(2) - noise.size / others.clamp_min(1)
         shared = counts * others / (counts + others).clamp_min(1)
         shared = shared.where(others > 0.5, 0) / noise.size.clamp_min(_TINY)
+        # A client that is alone in its group is as far from it as from others of its kind: by its own noise.
+        alone = (mine.sum() == 1) & (mine > 0)
+        apart = torch.where(alone.unsqueeze(1), noise.size / counts.clamp_min(1), apart)
+        shared = torch.where(alone.unsqueeze(1), counts / noise.size.clamp_min(_TINY), shared)
         total = shared.sum(1)
         distances.append(((shared * apart).sum(1) / total.clamp_min(_TINY)).where(total > 0, torch.inf))
     table = torch.stack(distances, dim=1)

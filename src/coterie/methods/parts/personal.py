@@ -78,6 +78,9 @@ def _losses(block: Block, params: Tensor, turn: Tensor, split: str) -> tuple[Ten
         found.append(torch.stack(columns, dim=1))
         samples.append(lengths)
         begin += len(lengths)
+    if not found:  # nobody has samples in this split
+        zeros = torch.zeros(len(block), len(grid), dtype=torch.float64, device=params.device)
+        return zeros, zeros[:, 0].to(torch.int64)
     return torch.cat(found), torch.cat(samples)
 
 
