@@ -48,11 +48,10 @@ from coterie.randomness import Rng
 from coterie.settings import setting
 
 AUTO = "auto"
-_WIDEST, _NARROWEST = 409, 32  # numbers per class and half in a signature
+_WIDEST, _NARROWEST = 1024, 32  # numbers per class and half in a signature
 _MOST_CLUSTERS = 100
 _BETTER, _FEWEST = 2.0, 4  # a cut is made if its members gain so many standard errors; members that must have tried it
 _ENOUGH = 16  # clients that must have signed before kinds are looked for, or all
-_AGAIN = 6  # rounds after the first signing in which clients sign again; then twice as many, and so on
 _HALF, _TINY = 6e4, 1e-30  # about the largest number of half precision
 _LARGE = 1e9  # in place of infinity, which JSON does not have
 _FADES = 0.5  # how much a cluster's past preference for mixes counts in a round
@@ -147,10 +146,10 @@ def _short(rows: Tensor) -> Tensor:
 
 
 def signature_shape(task: Task, by_class: bool) -> tuple[int, int]:
-    """The number of rows of a signature and their width: with both halves at most about half a model."""
+    """The number of rows of a signature and their width. Both halves together are about an eighth of a model."""
     classes = max(1, task.num_classes) if by_class else 1
     size = task.layout.num_parameters
-    return classes, min(size, max(_NARROWEST, min(_WIDEST, size // (4 * classes))))
+    return classes, min(size, max(_NARROWEST, min(_WIDEST, size // (8 * classes))))
 
 
 # ---- the server's half ----
@@ -183,7 +182,7 @@ class Coterie(SignedMethod[CoterieState]):
     choice_share: ClassVar[float] = 0.03
 
     num_clusters: int | str = setting(AUTO, "number of clusters K: auto finds it; a number; or a range such as 2-6")
-    warmup: int = setting(3, "rounds of plain averaging before clients sign", ge=1)
+    warmup: int = setting(1, "rounds of plain averaging before clients sign", ge=0)
     serve: Literal["own", "kind"] = setting(
         "own",
         "what a client's model is for: data like its own, or any data of its kind (then it is its cluster's model)",
@@ -281,7 +280,7 @@ class Coterie(SignedMethod[CoterieState]):
             since and engine.round + REST > (engine.task.work.total_rounds or engine.round + REST)
         ):
             return False  # at the end there is no time left for new clusters
-        return since % _AGAIN == 0 and (since // _AGAIN + 1).bit_count() == 1
+        return (since + 2).bit_count() == 1  # 0, 2, 6, 14, 30 ... rounds after the first time
 
     def _train(
         self, state: CoterieState, engine: Engine, members: Tensor, is_signing: bool, rng: Rng
