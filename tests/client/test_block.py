@@ -181,7 +181,7 @@ def test_each_epoch_takes_every_sample_once():
     original = engine.plan.kernel.gradients
 
     def watch(params, buffers, batch):
-        x, _, mask, _ = batch
+        x, _, mask, *_ = batch
         real = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
         taken.append([x[i, real[i], 0].long().tolist() for i in range(len(x))])
         return original(params, buffers, batch)

@@ -103,3 +103,11 @@ def test_newcomers_have_statistics_of_their_own_data():
     assert torch.equal(rows[:, ~mine], run.state.centers[:, ~mine].expand(6, -1))
     assert len(rows[:, mine].unique(dim=0)) == 6
     assert found.summary()["accuracy"]["macro"] > 0.6
+
+
+def test_both_engines_agree_on_a_network_with_norms():
+    loop, fast = (finished(own(engine=engine, schedule=Schedule(rounds=3))) for engine in ("loop", "vectorized"))
+    one, other = outcome(loop), outcome(fast)
+    assert one["ledger"] == other["ledger"]
+    for key in ("state", "memory"):
+        assert_same(one[key], other[key], exact=False, tolerance=1e-9)

@@ -26,6 +26,7 @@ class Batch(NamedTuple):
     y: Tensor  # [c, B, ...]
     mask: Tensor | None  # [c, B], 1 for a real row; None: all rows are real
     keys: Tensor  # int64 [c], for dropout
+    weights: Tensor | None = None  # [c, B], factors of the samples' losses in the mean
 
 
 def rows_of(samples: Tensor, where: Tensor) -> Tensor:
@@ -200,14 +201,16 @@ class Batches:
 
     def _draw(self, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """One batch, where clients are at different batches of their epochs."""
+        position = self.positions_at(step)
+        return *self._samples(position), self._mask(self._counts.batch_sizes(step), position.shape[1])
+
+    def positions_at(self, step: int) -> Tensor:
+        """Where the samples of a batch lie in the clients' shards, [a, B]."""
         sizes = self._counts.batch_sizes(step)
-        active, width = len(sizes), int(sizes.max())
-        place = torch.arange(width, device=self.start.device)
-        position = (step % self._per_epoch[:active] * self._batch[:active]).unsqueeze(1) + place  # [a, B]
+        active, place = len(sizes), torch.arange(int(sizes.max()), device=self.start.device)
+        position = (step % self._per_epoch[:active] * self._batch[:active]).unsqueeze(1) + place
         position = torch.minimum(position, self._sizes[:active].unsqueeze(1) - 1)
-        if self.keys is not None:
-            position = self._shuffled(step, position)
-        return *self._samples(position), self._mask(sizes, width)
+        return position if self.keys is None else self._shuffled(step, position)
 
     def rendered(self) -> tuple[Tensor, Tensor] | None:
         """The samples that `table` refers to."""

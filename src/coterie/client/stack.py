@@ -113,7 +113,11 @@ def train_job(job: Job, kernel: Kernel) -> None:
         def gradient(
             at: Any, stream: int, model: int = 0, step: int = step, kept: Stack = kept, keys: Tensor = keys
         ) -> Stack:
-            return kernel.gradients(list(at), work.buffers_of(kept, model), Batch(*job.batches[stream].at(step), keys))
+            batches = job.batches[stream]
+            weights = job.extras.get("weights")
+            if weights is not None:
+                weights = weights[: len(keys)].gather(1, batches.positions_at(step))
+            return kernel.gradients(list(at), work.buffers_of(kept, model), Batch(*batches.at(step), keys, weights))
 
         extras = {name: extra[:active] for name, extra in job.extras.items()}
         begun = [a[:active] for a in anchor]

@@ -90,6 +90,19 @@ def register_work(cls: W) -> W:
 
 @register_work
 @dataclass(frozen=True)
+class Weighted(SGD):
+    """SGD on weighted samples: `extras["weights"]` [c, longest] are factors of the losses, sample by sample."""
+
+    key: ClassVar[str] = "weighted"
+
+    @classmethod
+    def of(cls, work: SGD) -> Self:
+        """The same work on weighted samples."""
+        return cls(**values_with_none(work))
+
+
+@register_work
+@dataclass(frozen=True)
 class Proximal(SGD):
     """SGD on loss + prox / 2 * ||w - start||^2; `extras["prox"]` [c] overrides prox for each client."""
 

@@ -103,6 +103,7 @@ class Attack:
         if name == "params" and sent is not None:
             first = torch.zeros(len(sent.refs), dtype=torch.int64)  # of several models, if the client chose none
             start = sent.rows() if sent.refs.dim() == 1 else take(sent, tensors.get("choice", first))
+            start = start if true.dim() == 2 else sent.table[sent.refs]  # a client may answer with all of them
         if self.kind == "sign_flip":
             false = 2 * start - true
         else:

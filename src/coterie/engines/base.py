@@ -322,7 +322,7 @@ def unusable(answer: Mapping[str, Tensor], count: int, sent: Tensor | None) -> d
     large = torch.zeros_like(finite)
     for key, tensor in answer.items():
         if key in ("params", "gradient"):
-            length = torch.linalg.vector_norm(tensor, dim=1)  # not finite if an entry is not
+            length = torch.linalg.vector_norm(tensor.flatten(1), dim=1)  # not finite if an entry is not
             finite &= torch.isfinite(length)
             large |= too_large(length, sent)
         elif tensor.is_floating_point():

@@ -93,8 +93,12 @@ class Layout:
     @property
     def head(self) -> slice:
         """The slice of the last layer that has parameters."""
-        last = self.parameters[-1].name.rpartition(".")[0]
-        own = [slot for slot in self.parameters if slot.name.rpartition(".")[0] == last]
+        return self.top(1)
+
+    def top(self, layers: int) -> slice:
+        """The slice of the last layers that have parameters; of all parameters, if there are fewer layers."""
+        names = list(dict.fromkeys(slot.name.rpartition(".")[0] for slot in self.parameters))[-layers:]
+        own = [slot for slot in self.parameters if slot.name.rpartition(".")[0] in names]
         return slice(own[0].start, own[-1].stop)
 
     def unpack(self, flat: Tensor) -> Tensors:

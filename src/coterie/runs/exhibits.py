@@ -39,9 +39,9 @@ class Sketches:
         self.rounds = np.zeros(engine.num_clients, dtype=np.int64)  # 0: no model yet
 
     def add(self, chunk: Chunk, round: int) -> None:
-        """Add a chunk of answers, if they are models."""
+        """Add a chunk of answers, if they are models, one for each client."""
         params = chunk.answer.get("params")
-        if params is not None and len(chunk.clients):
+        if params is not None and params.dim() == 2 and len(chunk.clients):
             self._put(chunk.clients.numpy(), params, round)
 
     def add_memory(self, engine: Engine, round: int) -> None:

@@ -276,18 +276,20 @@ def test_with_label_counts_the_nearest_center_is_exact_and_the_others_are_not_ne
 
 
 @has_compiler
-def test_samples_that_are_weighed_in_any_order():
+@pytest.mark.parametrize("weights", [None, 0.1, 3.0])
+def test_samples_that_are_weighed_in_any_order(weights):
     network = Network(small_cnn((1, 4, 4), 3), torch.float64, torch.device("cpu"))
     from coterie.engines.kernels.plain import PlainKernel
 
     kernel = NativeKernel.of(network, cross_entropy, (1, 4, 4), 1)
     stack = [p.detach().repeat(2, *[1] * p.dim()) for _, p in network.module.named_parameters()]
     x, y = torch.randn(2, 4, 1, 4, 4, dtype=torch.float64), torch.tensor([[0, 1, 2, 0], [2, 2, 1, 0]])
-    mask = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.float64)
-    batch = Batch(x, y, mask, torch.zeros(2, dtype=torch.int64))
-    expected = PlainKernel(network, cross_entropy).gradients(stack, [], batch)
-    for one, other in zip(kernel.gradients(stack, [], batch), expected, strict=True):
-        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+    factors = None if weights is None else weights * torch.rand(2, 4, dtype=torch.float64)
+    for mask in (None, torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.float64)):
+        batch = Batch(x, y, mask, torch.zeros(2, dtype=torch.int64), factors)
+        expected = PlainKernel(network, cross_entropy).gradients(stack, [], batch)
+        for one, other in zip(kernel.gradients(stack, [], batch), expected, strict=True):
+            assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
 @has_compiler

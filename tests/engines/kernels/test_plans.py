@@ -10,13 +10,15 @@ from torch import nn
 
 from coterie.client.batches import StepCounts
 from coterie.client.stack import Plan
-from coterie.client.work import SGD, Corrected, FirstOrderMAML, HessianFreeMAML, Proximal
+from coterie.client.work import SGD, Corrected, FirstOrderMAML, HessianFreeMAML, Partial, Proximal, Weighted
 from coterie.engines import make_engine
 from coterie.engines.kernels.graphs import GraphPlan
 from coterie.engines.kernels.layers import Convolutions, LayerKernel
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.engines.kernels.stacked import StackedKernel
 from coterie.errors import ConfigError
+from coterie.methods.apfl import Interpolated
+from coterie.methods.pfedme import Envelope
 from coterie.nets.flat import Network, cross_entropy, mse
 from coterie.randomness import Rng
 from tests.helpers import ragged_federation, setup_of
@@ -88,7 +90,7 @@ def trained(make, model, work, federation=None, **extras):
     setup = setup_of(__import__("coterie").FedAvg(), federation, model=model, model_settings={}, work=replace(work))
     engine = make_engine("loop", setup.task(), federation, "cpu", {"precision": "float64"})
     plan = make(engine)
-    start = engine.initial().repeat(len(federation), 1)
+    start = engine.initial().repeat(len(federation), work.models)
     with torch.no_grad():
         return engine.block_of(torch.arange(len(federation)), plan, Rng.seed(3)).train(start, work, **extras)
 
@@ -155,6 +157,40 @@ def test_networks_with_statistics_and_dropout(work, plan):
     expected = trained(loop, normed, WORKS[work])
     found = trained(PLANS[plan], normed, WORKS[work])
     assert torch.allclose(found, expected, rtol=1e-8, atol=1e-11)
+
+
+def work_of_methods(kind):
+    """Local work that methods define, with what it needs for nine clients."""
+    torch.manual_seed(0)
+    rest = SGD(lr=0.1, momentum=0.5, weight_decay=0.01, batch_size=4, epochs=2)
+    if kind == "weighted":
+        return Weighted.of(rest), {"weights": 0.2 * torch.rand(9, int(ragged_federation().train.sizes.max())).double()}
+    if kind == "partial":
+        return Partial.of(rest, [True, False, False, True]), {}
+    if kind == "interpolated":
+        return Interpolated.of(rest), {"alpha": torch.rand(9, 1).double()}
+    return Envelope(lr=0.1, batch_size=4, inner_steps=2), {}
+
+
+def two_dense(input_shape, outputs):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 7), nn.ReLU(), nn.Linear(7, outputs))
+
+
+def two_dense_normed(input_shape, outputs):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 7), nn.BatchNorm1d(7, affine=False), nn.Linear(7, outputs))
+
+
+@pytest.mark.parametrize("kind", ["weighted", "partial", "interpolated", "envelope"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_does_the_work_of_methods(kind, plan):
+    for model in (two_dense, two_dense_normed):
+        if model is two_dense_normed and "layers" in plan:
+            continue
+        work, extras = work_of_methods(kind)
+        expected = trained(loop, model, work, **extras)
+        assert torch.allclose(trained(PLANS[plan], model, work, **extras), expected, rtol=1e-9, atol=1e-12)
+        plain = trained(loop, model, SGD(lr=0.1, momentum=0.5, weight_decay=0.01, batch_size=4, epochs=2))
+        assert not torch.allclose(expected[:, -plain.shape[1] :], plain)
 
 
 @pytest.mark.parametrize("plan", ["layers-4", "graph-layers", "graph-stacked"])

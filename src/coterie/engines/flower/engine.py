@@ -109,7 +109,7 @@ class FlowerEngine(Engine):
     def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:
         """Send one message per client; yields answers in the order of the cohort."""
         names = {self.names[int(request.cohort[position])]: position for position in positions.tolist()}
-        found, gradients, refused = self._collect(self._messages(request, names), request.models)
+        found, gradients, refused = self._collect(self._messages(request, names), request)
         failed = tuple((names[client], reason) for client, reason in refused.items())
         good = [client for client in names if client in found]
         for some in [good[i : i + _CHUNK] for i in range(0, len(good), _CHUNK)] or [[]]:
@@ -151,12 +151,13 @@ class FlowerEngine(Engine):
         return contents
 
     def _collect(
-        self, contents: Mapping[str, RecordDict], models: Tensor | None
+        self, contents: Mapping[str, RecordDict], request: Request
     ) -> tuple[dict[str, dict[str, Tensor]], int, dict[str, str]]:
         """Answers by client, the gradients they took, and the reasons of rejected clients."""
-        most = 4 * max(self.task.layout.size * self.dtype.itemsize, 1 << 20)
-        if models is not None:
-            most = max(most, 4 * models.shape[1] * self.dtype.itemsize)
+        models, refs = request.models, request.refs
+        size = self.task.layout.size if models is None else models.shape[1]  # methods may send a part of the model
+        count = refs.shape[1] if refs is not None and refs.dim() == 2 else 1
+        most = 4 * max(count * max(size, self.task.layout.size) * self.dtype.itemsize, 1 << 20)
         kind = "evaluate" if self.phase == "evaluate" else "train"
         found: dict[str, dict[str, Tensor]] = {}
         refused: dict[str, str] = {}
@@ -174,19 +175,22 @@ class FlowerEngine(Engine):
                 refused[client] = str(error)
         down = sum(wire.size_of(content) for content in contents.values())
         self.ledger.record_wire(self.phase, down, up)
-        for client in self._inconsistent(found):
+        for client in self._inconsistent(found, size, count):
             refused[client] = "answered in another shape than the others"
             del found[client]
         return found, gradients, refused
 
-    def _inconsistent(self, found: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-        """Clients with models of the wrong length, or with other keys, types or shapes than most answers."""
+    def _inconsistent(self, found: Mapping[str, Mapping[str, Tensor]], size: int, count: int) -> list[str]:
+        """Clients with models of the wrong length, or with other keys, types or shapes than most answers.
+
+        A client answers with one model of this size, or with as many as it was sent.
+        """
         forms = {
             client: tuple(sorted((key, str(t.dtype), tuple(t.shape)) for key, t in answer.items()))
             for client, answer in found.items()
         }
-        size = self.task.layout.size
-        wrong = [c for c, answer in found.items() if "params" in answer and answer["params"].shape[1:] != (size,)]
+        right = ((size,), (count, size))
+        wrong = [c for c, answer in found.items() if "params" in answer and answer["params"].shape[1:] not in right]
         counts = Counter(form for client, form in forms.items() if client not in wrong)
         if not counts:
             return wrong

@@ -77,7 +77,9 @@ class BesideKernel(PlainKernel):
         if x.is_cuda and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         row = None if batch.mask is None else batch.mask[i]
-        return self._gradient([p[i] for p in params], [b[i] for b in buffers], x, batch.y[i], batch.keys[i], row)
+        weights = None if batch.weights is None else batch.weights[i]
+        own = [p[i] for p in params], [b[i] for b in buffers]
+        return self._gradient(*own, x, batch.y[i], batch.keys[i], row, weights)
 
 
 class GraphPlan(Plan):
@@ -154,6 +156,7 @@ class _Static:
         self._anchor = taken(job.layout.parameters) if job.work.anchored else []
         self._extras = {name: torch.zeros_like(value) for name, value in job.extras.items()}
         self._keys = torch.zeros_like(job.keys)
+        self._first = torch.zeros_like(job.batches[0].start)  # the first row of each client
         width, is_ragged = _width(job.counts)
         self.span = max(1, min(job.counts.num_steps, _ENTRIES // max(1, count * width)))  # steps per table
         shape = (self.span, count, width)
@@ -178,6 +181,7 @@ class _Static:
         for name, tensor in self._extras.items():
             tensor.copy_(job.extras[name])
         self._keys.copy_(job.keys)
+        self._first.copy_(job.batches[0].start)
         if job.start.is_cuda and self._graph is None:
             self._record(job)
 
@@ -230,7 +234,9 @@ class _Static:
         def batch(stream: int) -> Batch:
             if stream not in drawn:
                 where = self._where[stream].index_select(0, self._row)[0]
-                drawn[stream] = Batch(rows_of(self._x, where), rows_of(self._y, where), mask, keys)
+                weights = self._extras.get("weights")
+                weights = None if weights is None else weights.gather(1, where - self._first.unsqueeze(1))
+                drawn[stream] = Batch(rows_of(self._x, where), rows_of(self._y, where), mask, keys, weights)
             return drawn[stream]
 
         def gradient(at: Any, stream: int, model: int = 0) -> Stack:

@@ -146,7 +146,7 @@ class LayerKernel:
     # ---- forward and backward ----
 
     def _run(self, params: Stack, batch: Batch, sink: _Sink) -> None:
-        x, y, mask, _ = batch
+        x, y, mask, _, weights = batch
         with torch.autocast(x.device.type, enabled=False):  # this kernel rounds to bfloat16 itself
             tape: list[Any] = []  # what the backward pass of each layer needs
             delta = self._forward(params, x, tape).softmax(2)  # [c, B, L]
@@ -156,6 +156,8 @@ class LayerKernel:
                 delta.div_(x.shape[1])
             else:
                 delta.mul_((mask / mask.sum(1, keepdim=True).clamp_min(1)).unsqueeze(2))
+            if weights is not None:
+                delta.mul_(weights.unsqueeze(2))
             self._backward(params, delta, tape, sink)
             self._lanes.finish()
 

@@ -142,10 +142,17 @@ class NativeKernel:
         found = [torch.empty_like(p) for p in own]
         x, y = batch.x.to(self._dtype).contiguous(), batch.y.contiguous()
         mask = None if batch.mask is None else batch.mask.to(self._dtype).contiguous()
+        scale = None
+        if batch.weights is not None:  # the program divides by the sum of the mask, or by 1 if that is less
+            count = x.shape[1] if mask is None else mask.sum(1)
+            mask = (batch.weights if mask is None else batch.weights * mask).to(self._dtype).contiguous()
+            scale = mask.sum(1).clamp_min(1) / count
         clients, size = x.shape[:2]
         numel = torch.tensor([p[0].numel() for p in own])
         models = (own, numel, found)
         self._call("gradients", clients, self._threads, size, *models, x, size * self._sample, y, mask)
+        if scale is not None:
+            found = [tensor * scale.reshape(-1, *[1] * (tensor.dim() - 1)) for tensor in found]
         return [tensor for _, tensor in sorted(zip(self._places, found, strict=True), key=lambda pair: pair[0])]
 
     def outputs(self, flat: Tensor, x: Tensor) -> Tensor:

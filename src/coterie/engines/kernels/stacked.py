@@ -21,18 +21,30 @@ class StackedKernel:
         self._names = [slot.name for slot in self._layout.parameters]
         self._buffer_names = [slot.name for slot in self._layout.buffers]
         gradient = torch.func.grad(self._mean_loss, has_aux=True)
-        self._plain: Any = torch.func.vmap(gradient, in_dims=(0, 0, 0, 0, None, 0))
-        self._masked: Any = torch.func.vmap(gradient, in_dims=(0, 0, 0, 0, 0, 0))
+        self._functions: dict[tuple[bool, bool], Any] = {  # by whether there are a mask and weights
+            (mask, weights): torch.func.vmap(
+                gradient, in_dims=(0, 0, 0, 0, 0 if mask else None, 0, 0 if weights else None)
+            )
+            for mask in (False, True)
+            for weights in (False, True)
+        }
         self._compiled: dict[Any, Any] | None = {} if compiled else None
         self._forward = torch.func.vmap(self._network, in_dims=(0, 0))
         self._one = PlainKernel(network, loss)
 
     def _mean_loss(
-        self, params: Tensors, buffers: Tensors, x: Tensor, y: Tensor, mask: Tensor | None, key: Tensor
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor | None,
+        key: Tensor,
+        weights: Tensor | None,
     ) -> tuple[Tensor, Tensors]:
         buffers = {name: buffer.clone() for name, buffer in buffers.items()}  # train mode writes into them
         outputs = self._network(params | buffers, x, train=True, mask=mask, key=key)
-        losses = self._loss(outputs, y)
+        losses = self._loss(outputs, y) if weights is None else self._loss(outputs, y) * weights
         mean = losses.mean() if mask is None else (losses * mask).sum() / mask.sum()
         return mean, buffers
 
@@ -40,7 +52,8 @@ class StackedKernel:
         """See `Kernel.gradients`."""
         named = dict(zip(self._names, params, strict=True))
         kept = dict(zip(self._buffer_names, buffers, strict=True))
-        found, changed = self._called(self._plain if batch.mask is None else self._masked, named, kept, *batch)
+        function = self._functions[batch.mask is not None, batch.weights is not None]
+        found, changed = self._called(function, named, kept, *batch)
         for name, buffer in kept.items():
             buffer.copy_(changed[name])
         return [found[name] for name in self._names]
