@@ -48,7 +48,7 @@ from coterie.engines.base import Engine
 from coterie.errors import ConfigError
 from coterie.methods.base import ClusterState, register
 from coterie.methods.parts.clustering import kmeans, squared_distances
-from coterie.methods.parts.once import ClusterOnce
+from coterie.methods.parts.once import ClusterOnce, by_id
 from coterie.nets.flat import Network
 from coterie.randomness import Rng
 from coterie.settings import setting
@@ -259,9 +259,9 @@ class Flux(ClusterOnce[FluxState]):
         chunks = list(self._call(describe, state, engine, clients, rng, payload=payload))
         if not chunks:
             return clients[:0], state.low
-        found, rows = torch.cat([c.clients for c in chunks]), torch.cat([c.answer.descriptor for c in chunks])
-        order = found.argsort()
-        return found[order], rows[order.to(rows.device)]
+        rows = torch.cat([chunk.answer.descriptor for chunk in chunks])
+        found, rows = by_id(torch.cat([chunk.clients for chunk in chunks]), rows)
+        return found, rows
 
     def _call(self, step: ClientStep, state: FluxState, engine: Engine, clients: Tensor, rng: Rng, **more: Any) -> Any:
         """Send the model of the warm-up to clients."""

@@ -43,7 +43,7 @@ from coterie.client.task import Task
 from coterie.engines.base import Engine
 from coterie.methods.base import ClusterState, Repair, register
 from coterie.methods.parts.averaging import robust_setting
-from coterie.methods.parts.once import ClusterOnce, first_clients, judged
+from coterie.methods.parts.once import ClusterOnce, by_id, first_clients, judged
 from coterie.methods.parts.start import chosen_by_loss
 from coterie.randomness import Rng
 from coterie.settings import setting
@@ -107,7 +107,7 @@ class SRFCA(ClusterOnce[SrfcaState]):
         one = torch.zeros_like(state.labels)
         table = engine.initial().unsqueeze(0)
         parts = [self._trained(engine, some, table, one, rng.at("train")) for some in engine.cohorts(clients)]
-        clients, models, samples = (torch.cat(rows) for rows in zip(*parts, strict=True))
+        clients, models, samples = by_id(*(torch.cat(rows) for rows in zip(*parts, strict=True)))
         if not len(clients):
             return state
         losses = judged(engine, clients, models, rng.at("judge"))

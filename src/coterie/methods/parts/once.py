@@ -57,6 +57,12 @@ def first_clients(engine: Engine, num_clusters: int, rng: Rng) -> Tensor:
     return uniform(rng.keys(engine.keys), 1)[:, 0].argsort(stable=True)[:size]
 
 
+def by_id(clients: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Clients [n] and rows [n, ...] in the order of ids: clusters must not be named by who answers first."""
+    order = clients.argsort()
+    return clients[order], *(some[order.to(some.device)] for some in rows)
+
+
 def judged(engine: Engine, clients: Tensor, table: Tensor, rng: Rng) -> Tensor:
     """The losses of models [M, P] on the training samples of clients [n]: float64 [n, M]; NaN: did not answer."""
     losses = torch.full((len(clients), len(table)), torch.nan, dtype=torch.float64)
