@@ -74,19 +74,24 @@ def report(block: Block, models: Models, work: SGD, first: Tensor) -> Answer:
         trained = block.evaluate(models, "train")
         scores = {name: torch.where(has, scores[name], trained[name]) for name in ("accuracy", "samples")}
         samples = [x if len(x) else other for x, (other, _) in zip(samples, block.shards(), strict=True)]
-    peaks = [latents(block.task, row, x, bool(first)).max() for row, x in zip(models.rows(), samples, strict=True)]
+    network = _network(block, models)
+    peaks = [latents(network, row, x, bool(first)).max() for row, x in zip(models.rows(), samples, strict=True)]
     return Answer(accuracy=scores["accuracy"], samples=scores["samples"], peak=torch.stack(peaks))
 
 
 @client_step("coterie.flux:describe")
 def describe(block: Block, models: Models, work: SGD, first: Tensor, peak: Tensor) -> Answer:
     """The descriptor of the client's training samples: [c, 2 + 2 L, q]."""
-    rows = []
+    rows, network = [], _network(block, models)
     for row, (x, y) in zip(models.rows(), block.shards(), strict=True):
-        z = latents(block.task, row, x, bool(first)).double()
+        z = latents(network, row, x, bool(first)).double()
         middle, directions = (part.to(z.device) for part in projection(z.shape[1], block.task.num_classes))
         rows.append(descriptor((z - peak.to(z) * middle) @ directions.T, y, block.task.num_classes))
     return Answer(descriptor=torch.stack(rows))
+
+
+def _network(block: Block, models: Models) -> Network:
+    return Network(block.task.module, models.table.dtype, models.table.device)
 
 
 def descriptor(projected: Tensor, y: Tensor, num_classes: int) -> Tensor:
@@ -108,9 +113,8 @@ def projection(size: int, num_classes: int) -> tuple[Tensor, Tensor]:
     return points.mean(0), directions * largest.sign()
 
 
-def latents(task: Task, model: Tensor, x: Tensor, first: bool) -> Tensor:
+def latents(network: Network, model: Tensor, x: Tensor, first: bool) -> Tensor:
     """The inputs [n, D] of the last dense layer of a model [P], or of its first one, for samples [n, ...]."""
-    network = _network(task.module, model.dtype, model.device)
     seen: list[Tensor] = []
 
     def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -122,7 +126,7 @@ def latents(task: Task, model: Tensor, x: Tensor, first: bool) -> Tensor:
     try:
         for part in x.split(_AT_ONCE):
             seen.clear()
-            network(task.layout.unpack(model), part, alone=True)
+            network(network.layout.unpack(model), part, alone=True)
             if not seen or seen[-1].shape[0] != len(part):
                 raise ConfigError("FLUX describes clients by the input of a dense layer, and the network has none.")
             found.append(seen[0 if first else -1].flatten(1))
@@ -130,11 +134,6 @@ def latents(task: Task, model: Tensor, x: Tensor, first: bool) -> Tensor:
         for handle in handles:
             handle.remove()
     return torch.cat(found)
-
-
-@functools.lru_cache(maxsize=2)
-def _network(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Network:
-    return Network(module, dtype, device)
 
 
 # ---- the server's half ----

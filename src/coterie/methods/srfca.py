@@ -133,9 +133,9 @@ class SRFCA(ClusterOnce[SrfcaState]):
         for cluster in own.unique().tolist():
             judged_by = of_models[:, own == cluster].nanmean(1)  # NaN for the only member
             apart[:, cluster] = torch.stack([judged_by, losses[:, count + cluster]]).nanmean(0).nan_to_num(torch.inf)
-        least = apart.min(1)
+        is_known = apart.gather(1, own.unsqueeze(1))[:, 0].isfinite()  # else a client would leave what nobody judged
         labels = state.labels.clone()
-        labels[clients] = torch.where(least.values.isfinite(), least.indices, own)
+        labels[clients] = torch.where(is_known, apart.argmin(1), own)
         return replace(state, labels=labels)
 
     def _merged(self, state: SrfcaState, clients: Tensor, losses: Tensor, engine: Engine) -> SrfcaState:
