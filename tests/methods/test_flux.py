@@ -172,13 +172,13 @@ def test_latents_are_the_inputs_of_a_dense_layer(model):
     run = trainer_of(setup_of(Flux(), federation, model=model, model_settings=settings))
     task, x = run.engine.task, run.federation.samples(0)[0].double()
     weights = task.initial.double()
-    z = latents(task, weights, x, first=False)
+    z = latents(run.engine.network, weights, x, first=False)
     named = task.layout.unpack(weights)
     last = max((name for name in named if name.endswith("weight")), key=list(named).index)
     outputs = z @ named[last].T + named[last.replace("weight", "bias")]
     assert torch.allclose(outputs, run.engine.network(named, x), atol=1e-9)
     if model == "mlp":
-        assert torch.equal(latents(task, weights, x, first=True), x.flatten(1))
+        assert torch.equal(latents(run.engine.network, weights, x, first=True), x.flatten(1))
 
 
 def test_a_network_without_a_dense_layer_is_refused():

@@ -44,7 +44,7 @@ def small(name, **more):
 
 
 @pytest.mark.parametrize("settings", [{}, {"init": "paper"}, {"privacy": "strong"}, {"first_models": "independent"}])
-@pytest.mark.parametrize("name", [*CENTERED, *ONCE, "robust_tkm"])
+@pytest.mark.parametrize("name", [*CENTERED, *ONCE, "feddrift", "robust_tkm"])
 def test_no_call_asks_more_clients_than_a_cohort(name, settings):
     if not settings.keys() <= set(fields_of(algorithms()[name])):
         pytest.skip("no such setting")

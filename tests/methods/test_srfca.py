@@ -127,6 +127,14 @@ def test_a_client_does_not_judge_its_own_model():
     assert moved.labels.tolist() == [0, 0, 0, 0]
 
 
+def test_a_client_does_not_leave_a_cluster_that_nobody_judged():
+    engine = mock([0.0, 1.0, 8.0])
+    state = state_of(engine, [0, 0, 1], [0.5, 8.0])
+    losses = torch.tensor([[0.0, 1.0, 8.0, 0.5, 8.0], [1.0, 0.0, 7.0, 0.5, 7.0], [torch.nan] * 5]).double()
+    # The last one did not judge, and it is the only member of its cluster; the others have judged its model.
+    assert SRFCA()._reclustered(state, torch.arange(3), losses).labels.tolist() == [0, 0, 1]
+
+
 def test_merging_renames_clusters_and_not_clients():
     """Public code wrote the ids of merged clusters to the clients with those indices."""
     engine = mock([50.0, 51.0, 0.0, 1.0, 2.0, 3.0])

@@ -41,7 +41,7 @@ from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState, num_clusters_setting, register
 from coterie.methods.ifca import choose_and_train
 from coterie.methods.parts.clustering import squared_distances
-from coterie.methods.parts.once import ClusterOnce, first_clients
+from coterie.methods.parts.once import ClusterOnce, by_id, first_clients
 from coterie.methods.parts.signatures import Clustering
 from coterie.methods.parts.start import chosen_by_loss, cluster_models, compact
 from coterie.randomness import Rng
@@ -117,9 +117,10 @@ class Cornflqs(ClusterOnce[CornState]):
             rows.append(self._compact(chunk.answer.params[:, :cut], engine))
 
         def cluster(who: Tensor) -> Clustering:
-            found = self._ward(torch.cat(rows), self._compact(state.centers[:, :cut], engine))
+            ids, models = by_id(who, torch.cat(rows))
+            found = self._ward(models, self._compact(state.centers[:, :cut], engine))
             none = torch.zeros(len(who), dtype=torch.bool)
-            return Clustering(found, none, none)
+            return Clustering(found[torch.searchsorted(ids, who)], none, none)
 
         def trained(cohort: Tensor) -> Iterator[Chunk]:
             return self._call(step, state, engine, cohort, rng.at("train"))

@@ -48,7 +48,7 @@ from coterie.engines.base import Engine
 from coterie.errors import ConfigError
 from coterie.methods.base import ClusterState, register
 from coterie.methods.parts.clustering import kmeans, squared_distances
-from coterie.methods.parts.once import ClusterOnce
+from coterie.methods.parts.once import ClusterOnce, by_id
 from coterie.nets.flat import Network
 from coterie.randomness import Rng
 from coterie.settings import setting
@@ -74,19 +74,24 @@ def report(block: Block, models: Models, work: SGD, first: Tensor) -> Answer:
         trained = block.evaluate(models, "train")
         scores = {name: torch.where(has, scores[name], trained[name]) for name in ("accuracy", "samples")}
         samples = [x if len(x) else other for x, (other, _) in zip(samples, block.shards(), strict=True)]
-    peaks = [latents(block.task, row, x, bool(first)).max() for row, x in zip(models.rows(), samples, strict=True)]
+    network = _network(block, models)
+    peaks = [latents(network, row, x, bool(first)).max() for row, x in zip(models.rows(), samples, strict=True)]
     return Answer(accuracy=scores["accuracy"], samples=scores["samples"], peak=torch.stack(peaks))
 
 
 @client_step("coterie.flux:describe")
 def describe(block: Block, models: Models, work: SGD, first: Tensor, peak: Tensor) -> Answer:
     """The descriptor of the client's training samples: [c, 2 + 2 L, q]."""
-    rows = []
+    rows, network = [], _network(block, models)
     for row, (x, y) in zip(models.rows(), block.shards(), strict=True):
-        z = latents(block.task, row, x, bool(first)).double()
+        z = latents(network, row, x, bool(first)).double()
         middle, directions = (part.to(z.device) for part in projection(z.shape[1], block.task.num_classes))
         rows.append(descriptor((z - peak.to(z) * middle) @ directions.T, y, block.task.num_classes))
     return Answer(descriptor=torch.stack(rows))
+
+
+def _network(block: Block, models: Models) -> Network:
+    return Network(block.task.module, models.table.dtype, models.table.device)
 
 
 def descriptor(projected: Tensor, y: Tensor, num_classes: int) -> Tensor:
@@ -108,9 +113,8 @@ def projection(size: int, num_classes: int) -> tuple[Tensor, Tensor]:
     return points.mean(0), directions * largest.sign()
 
 
-def latents(task: Task, model: Tensor, x: Tensor, first: bool) -> Tensor:
+def latents(network: Network, model: Tensor, x: Tensor, first: bool) -> Tensor:
     """The inputs [n, D] of the last dense layer of a model [P], or of its first one, for samples [n, ...]."""
-    network = _network(task.module, model.dtype, model.device)
     seen: list[Tensor] = []
 
     def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -122,7 +126,7 @@ def latents(task: Task, model: Tensor, x: Tensor, first: bool) -> Tensor:
     try:
         for part in x.split(_AT_ONCE):
             seen.clear()
-            network(task.layout.unpack(model), part, alone=True)
+            network(network.layout.unpack(model), part, alone=True)
             if not seen or seen[-1].shape[0] != len(part):
                 raise ConfigError("FLUX describes clients by the input of a dense layer, and the network has none.")
             found.append(seen[0 if first else -1].flatten(1))
@@ -130,11 +134,6 @@ def latents(task: Task, model: Tensor, x: Tensor, first: bool) -> Tensor:
         for handle in handles:
             handle.remove()
     return torch.cat(found)
-
-
-@functools.lru_cache(maxsize=2)
-def _network(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Network:
-    return Network(module, dtype, device)
 
 
 # ---- the server's half ----
@@ -259,9 +258,9 @@ class Flux(ClusterOnce[FluxState]):
         chunks = list(self._call(describe, state, engine, clients, rng, payload=payload))
         if not chunks:
             return clients[:0], state.low
-        found, rows = torch.cat([c.clients for c in chunks]), torch.cat([c.answer.descriptor for c in chunks])
-        order = found.argsort()
-        return found[order], rows[order.to(rows.device)]
+        rows = torch.cat([chunk.answer.descriptor for chunk in chunks])
+        found, rows = by_id(torch.cat([chunk.clients for chunk in chunks]), rows)
+        return found, rows
 
     def _call(self, step: ClientStep, state: FluxState, engine: Engine, clients: Tensor, rng: Rng, **more: Any) -> Any:
         """Send the model of the warm-up to clients."""

@@ -38,12 +38,11 @@ from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from coterie.client.steps import train
 from coterie.client.task import Task
 from coterie.engines.base import Engine
 from coterie.methods.base import ClusterState, Repair, register
 from coterie.methods.parts.averaging import robust_setting
-from coterie.methods.parts.once import ClusterOnce, first_clients, judged
+from coterie.methods.parts.once import ClusterOnce, first_clients, judged, trained
 from coterie.methods.parts.start import chosen_by_loss
 from coterie.randomness import Rng
 from coterie.settings import setting
@@ -90,9 +89,8 @@ class SRFCA(ClusterOnce[SrfcaState]):
         if engine.round > self.refine:
             return super().round(state, engine, cohort, rng)
         labels = self.labels_of(state, engine, cohort, rng.at("place"))
-        clients, models, samples = self._trained(
-            engine, cohort[labels[cohort] >= 0], state.centers, labels, rng.at("train")
-        )
+        known, work = cohort[labels[cohort] >= 0], engine.task.work.at(engine.round)
+        clients, models, samples = trained(engine, known, state.centers, labels[known], work, rng.at("train"))
         state = replace(state, labels=labels)
         if not len(clients):
             return state
@@ -104,10 +102,9 @@ class SRFCA(ClusterOnce[SrfcaState]):
 
     def _one_shot(self, state: SrfcaState, engine: Engine, clients: Tensor, rng: Rng) -> SrfcaState:
         """Clusters of clients that train alone; the state as it was if nobody answers."""
-        one = torch.zeros_like(state.labels)
-        table = engine.initial().unsqueeze(0)
-        parts = [self._trained(engine, some, table, one, rng.at("train")) for some in engine.cohorts(clients)]
-        clients, models, samples = (torch.cat(rows) for rows in zip(*parts, strict=True))
+        table, refs = engine.initial().unsqueeze(0), torch.zeros_like(clients)
+        work = engine.task.work.at(engine.round)
+        clients, models, samples = trained(engine, clients, table, refs, work, rng.at("train"))
         if not len(clients):
             return state
         losses = judged(engine, clients, models, rng.at("judge"))
@@ -121,19 +118,6 @@ class SRFCA(ClusterOnce[SrfcaState]):
         centers = state.common.repeat(int(found.max()) + 1, 1)
         state = replace(state, centers=centers, labels=labels, reach=reach)
         return replace(state, centers=self._means(state, clients, models, samples, engine))
-
-    def _trained(
-        self, engine: Engine, clients: Tensor, table: Tensor, labels: Tensor, rng: Rng
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Clients train from the model of their label [N]: who answered [n], their models [n, P], sample counts [n]."""
-        size = len(clients) * table.shape[1] * table.element_size()
-        engine.require_memory(size, f"SR-FCA holds the models of {len(clients)} clients at once:")
-        work = engine.task.work.at(engine.round)
-        chunks = list(engine.call(train, clients, models=table, refs=labels[clients], work=work, rng=rng))
-        if not chunks:
-            return clients[:0], table[:0], clients[:0].to(engine.device)
-        models, samples = (torch.cat([chunk.answer[name] for chunk in chunks]) for name in ("params", "samples"))
-        return torch.cat([chunk.clients for chunk in chunks]), models, samples
 
     def _means(self, state: SrfcaState, clients: Tensor, models: Tensor, samples: Tensor, engine: Engine) -> Tensor:
         """The mean of each cluster's members [K, P]; a cluster without members keeps its model."""
@@ -149,9 +133,9 @@ class SRFCA(ClusterOnce[SrfcaState]):
         for cluster in own.unique().tolist():
             judged_by = of_models[:, own == cluster].nanmean(1)  # NaN for the only member
             apart[:, cluster] = torch.stack([judged_by, losses[:, count + cluster]]).nanmean(0).nan_to_num(torch.inf)
-        least = apart.min(1)
+        is_known = apart.gather(1, own.unsqueeze(1))[:, 0].isfinite()  # else a client would leave what nobody judged
         labels = state.labels.clone()
-        labels[clients] = torch.where(least.values.isfinite(), least.indices, own)
+        labels[clients] = torch.where(is_known, apart.argmin(1), own)
         return replace(state, labels=labels)
 
     def _merged(self, state: SrfcaState, clients: Tensor, losses: Tensor, engine: Engine) -> SrfcaState:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie.client.steps import judge, train
+from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import S
 from coterie.methods.parts.averaging import Averaging, samples_of
@@ -55,6 +56,31 @@ def first_clients(engine: Engine, num_clusters: int, rng: Rng) -> Tensor:
     """Random clients [n] to be clustered at the start: as many as clusters can be judged by, in whole cohorts."""
     size = -(-enough_clients(num_clusters, engine.num_clients) // engine.cohort_size) * engine.cohort_size
     return uniform(rng.keys(engine.keys), 1)[:, 0].argsort(stable=True)[:size]
+
+
+def trained(
+    engine: Engine, clients: Tensor, table: Tensor, refs: Tensor, work: SGD, rng: Rng
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Clients train from rows `refs` [n] of a table, and the server holds all their models.
+
+    Who answered, ids [m] ascending, their models [m, P] and sample counts [m]. A call is no larger than a cohort.
+    """
+    size = len(clients) * table.shape[1] * table.element_size()
+    engine.require_memory(size, f"The server holds the models of {len(clients)} clients at once, which")
+    places = torch.arange(len(clients)).split(engine.cohort_size)
+    calls = [engine.call(train, clients[p], models=table, refs=refs[p], work=work, rng=rng) for p in places]
+    chunks = [chunk for call in calls for chunk in call]
+    if not chunks:
+        return clients[:0], table[:0], clients[:0]
+    models, samples = (torch.cat([chunk.answer[name] for chunk in chunks]) for name in ("params", "samples"))
+    who, models, samples = by_id(torch.cat([chunk.clients for chunk in chunks]), models, samples)
+    return who, models, samples
+
+
+def by_id(clients: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Clients [n] and rows [n, ...] in the order of ids: clusters must not be named by who answers first."""
+    order = clients.argsort()
+    return clients[order], *(some[order.to(some.device)] for some in rows)
 
 
 def judged(engine: Engine, clients: Tensor, table: Tensor, rng: Rng) -> Tensor:
