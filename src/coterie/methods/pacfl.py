@@ -85,7 +85,7 @@ class PACFL(ClusterOnce[PacflState]):
     paper: ClassVar[str] = "Vahidian et al. 2023"
     state_type: ClassVar[type[ClusterState]] = PacflState
 
-    beta: float = setting(14.0, "cut of the dendrogram, in degrees", gt=0, le=90)
+    beta: float = setting(12.0, "cut of the dendrogram, in degrees", gt=0, le=90)
     vectors: int = setting(3, "singular vectors of each class (p)", ge=1)
     angle: Literal["smallest", "mean"] = setting("smallest", "which principal angles of two subspaces count")
 
