@@ -52,7 +52,8 @@ def test_a_mixture_scores_as_the_module_that_is_exported():
     params = torch.stack([own, block.initial], dim=1)
     weights = torch.tensor([[0.7, 0.3], [0.2, 0.8]])
     bias = torch.linspace(-1, 1, 4 * task.num_classes).reshape(2, 2, -1)
-    scores = block.evaluate_mixture(Mixture(params, weights, bias))
+    models = Models(params.reshape(4, -1), torch.arange(4).reshape(2, 2))
+    scores = block.evaluate_mixture(Mixture(models, weights, bias))
     for place, client in enumerate((2, 5)):
         served = Served(params[place], weights[place], bias[place])
         module = served.module(task.module, task.num_classes, task.input_shape)

@@ -22,6 +22,8 @@ from coterie.errors import ConfigError
 from coterie.nets.flat import Loss
 from coterie.randomness import Rng, mix
 
+_GROUPED = 64  # times the samples of one forward pass: so many outputs are held at once
+
 
 @dataclass(frozen=True)
 class Models:
@@ -46,27 +48,28 @@ def take(models: Models, choice: Tensor) -> Tensor:
 class Mixture:
     """What clients are served with: one model each, or a few whose predictions are mixed."""
 
-    params: Tensor  # [c, m, P]
+    models: Models  # refs [c, m]; clients may share rows of the table
     weights: Tensor  # [c, m]; rows sum to 1
     bias: Tensor | None = None  # [c, m, L], added to the outputs of each model before they are mixed
 
     @classmethod
     def of_one(cls, params: Tensor) -> Mixture:
         """One model per client, [c, P]."""
-        return cls(params.unsqueeze(1), params.new_ones(len(params), 1))
+        rows = torch.arange(len(params), device=params.device).unsqueeze(1)
+        return cls(Models(params, rows), params.new_ones(len(params), 1))
 
-    def part(self, which: slice) -> Mixture:
-        """Some of the clients."""
-        bias = None if self.bias is None else self.bias[which]
-        return Mixture(self.params[which], self.weights[which], bias)
+    @property
+    def params(self) -> Tensor:
+        """The models of each client, [c, m, P]."""
+        return self.models.table[self.models.refs]
 
-    def mixed(self, outputs: Tensor, lengths: Tensor, num_classes: int) -> Tensor:
-        """The served outputs [n, ...] from those of the models [m, n, ...]; `lengths` [c] are the clients' samples."""
-        lengths = lengths.to(outputs.device)
-        weights = self.weights.to(outputs).repeat_interleave(lengths, dim=0).T  # [m, n]
+    def mixed(self, outputs: Tensor, clients: Tensor, num_classes: int) -> Tensor:
+        """The served outputs [n, ...] from those of the models [m, n, ...]; `clients` [n] are positions."""
         if self.bias is not None:
-            outputs = outputs + self.bias.to(outputs).repeat_interleave(lengths, dim=0).transpose(0, 1)
-        return mixed_outputs(outputs, weights, num_classes)
+            wide = outputs.shape[2] - self.bias.shape[2]
+            bias = torch.nn.functional.pad(self.bias.to(outputs), (0, wide))
+            outputs = outputs + bias[clients].transpose(0, 1)
+        return mixed_outputs(outputs, self.weights.to(outputs)[clients].T, num_classes)
 
 
 def mixed_outputs(outputs: Tensor, weights: Tensor, num_classes: int) -> Tensor:
@@ -178,7 +181,7 @@ class Block:
         Without `by_class`, or in a task without classes, all samples are one class.
         """
         sent = models if isinstance(models, Models) else self._one_each(models)
-        split, device, keys = self._split("train"), self._data.device, self.rng("class gradients")
+        split, device = self._split("train"), self._data.device
         sizes, first = self._sizes("train"), split.offsets[split.shard[self.clients]]
         place = torch.arange(int(sizes.max()))
         real = (place < sizes.unsqueeze(1)).to(device)  # [c, longest]
@@ -186,6 +189,8 @@ class Block:
         x, y = self._data.at("train", where.flatten(), self._view.repeat_interleave(len(place)))
         x, y = x.reshape(*where.shape, *x.shape[1:]), y.reshape(*where.shape, *y.shape[1:])
         self.gradients += int(sizes.sum())
+        data = Batch(x, y, None, self.rng("class gradients"))
+        params = [tensor.contiguous() for tensor in self.task.layout.unpack(sent.table[sent.refs]).values()]
         for label in range(self.task.num_classes if by_class and self.task.num_classes else 1):
             mine = (y == label) & real if by_class and self.task.num_classes else real
             counts = mine.sum(1)  # [c]
@@ -193,35 +198,44 @@ class Block:
             if not len(holders):
                 continue
             order = mine[holders].to(torch.int8).argsort(dim=1, descending=True, stable=True)
-            found, samples = [], []
-            for part in range(parts):
-                which = order[:, part::parts]
-                row = torch.arange(len(holders), device=device).unsqueeze(1)
-                batch = Batch(x[holders], y[holders][row, which], None, keys[holders])
-                samples.append((counts[holders] + parts - 1 - part) // parts)
-                found.append(self._mean_gradient(sent.table[sent.refs[holders]], batch, which, samples[-1]))
+            samples = [(counts[holders] + parts - 1 - part) // parts for part in range(parts)]
+            found = [
+                self._mean_gradient(params, data, holders, order[:, part::parts], samples[part])
+                for part in range(parts)
+            ]
             yield label, holders, torch.stack(found, dim=1), torch.stack(samples, dim=1)
 
-    def _mean_gradient(self, params: Tensor, data: Batch, order: Tensor, counts: Tensor) -> Tensor:
-        """Gradient of each model [h, P] over the first `counts` [h] samples in `order`: [h, num_parameters]."""
+    def _mean_gradient(
+        self, params: list[Tensor], data: Batch, holders: Tensor, order: Tensor, counts: Tensor
+    ) -> Tensor:
+        """Gradients [h, num_parameters] over the first `counts` [h] samples in `order` of clients `holders` [h].
+
+        `params` and `data` are those of all clients.
+        """
         layout = self.task.layout
-        named = layout.unpack(params)
-        weights = [named[slot.name] for slot in layout.parameters]
-        total = torch.zeros(len(params), layout.num_parameters, dtype=params.dtype, device=params.device)
-        width = max(1, self._at_once // len(params))
-        for begin in range(0, int(counts.max()), width):
+        cut = len(layout.parameters)
+        width = max(1, self._at_once // len(holders))
+        most = int(counts.max())
+        total: Tensor | None = None
+        for begin in range(0, most, width):
             rows = (counts > begin).nonzero().flatten()
-            part = order[rows, begin : begin + width]
-            part = part[:, : int((counts[rows] - begin).clamp_max(width).max())]
+            here = holders[rows]
+            part = order[rows, begin : begin + min(width, most - begin)]
             inside = torch.arange(part.shape[1], device=part.device) < (counts[rows] - begin).unsqueeze(1)
-            mask = None if bool(inside.all()) else inside.to(params.dtype)
-            batch = Batch(
-                data.x[rows.unsqueeze(1), part], data.y[rows, begin : begin + part.shape[1]], mask, data.keys[rows]
-            )
-            buffers = [named[slot.name][rows].clone() for slot in layout.buffers]
-            found = self._kernel.gradients([w[rows] for w in weights], buffers, batch)
-            flat = torch.cat([g.reshape(len(rows), -1) for g in found], dim=1)
+            mask = None if bool(inside.all()) else inside.to(params[0].dtype)
+            there = here.unsqueeze(1)
+            batch = Batch(data.x[there, part], data.y[there, part], mask, data.keys[here])
+            own = params if len(here) == len(self) else [tensor[here] for tensor in params]
+            buffers = [tensor.clone() for tensor in own[cut:]]
+            gradients = self._kernel.gradients(own[:cut], buffers, batch)
+            flat = torch.cat([g.reshape(len(rows), -1) for g in gradients], dim=1)
+            if begin == 0 and most <= width and len(rows) == len(holders):
+                return flat
+            if total is None:
+                total = flat.new_zeros(len(holders), layout.num_parameters)
             total[rows] += flat * (inside.sum(1).to(flat.dtype) / counts[rows]).unsqueeze(1)
+        if total is None:  # nobody has samples in this part
+            return params[0].new_zeros(len(holders), layout.num_parameters)
         return total
 
     # ---- evaluation ----
@@ -268,31 +282,36 @@ class Block:
     def evaluate_mixture(self, mixture: Mixture, split: SplitName = "test") -> dict[str, Tensor]:
         """Scores [c] of what each client is served with, as `evaluate` has them."""
         scores = _Scores(self.task.num_classes, self.task.loss, self._data.device)
-        begin = 0
-        for outputs, y, lengths in self.outputs_on(mixture.params, split):
-            part = mixture.part(slice(begin, begin + len(lengths)))
-            scores.add(part.mixed(outputs, lengths, self.task.num_classes), y, lengths)
-            begin += len(lengths)
+        for clients, outputs, y, lengths in self.outputs_on(mixture.models, split):
+            scores.add(mixture.mixed(outputs, clients, self.task.num_classes), y, lengths)
         return scores.result()
 
-    def outputs_on(self, params: Tensor, split: SplitName) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Outputs of m models per client [c, m, P] on its own samples, clients in order.
+    def outputs_on(self, models: Models, split: SplitName) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Outputs of m models per client (refs [c, m]) on its own samples, some clients at a time, in order.
 
-        Yields outputs [m, n, ...], labels [n], and how many of these samples each client has [u].
+        Yields the positions of the samples' clients [n], outputs [m, n, ...], labels [n], and how many samples each of
+        these clients has [u]. A model that several clients share is computed once for samples that they share.
         """
-        count = params.shape[1]
+        device, count = self._data.device, models.refs.shape[1]
         owner = torch.stack([self._split(split).shard[self.clients], self._view], dim=1)
         sizes = self._split(split).offsets.diff()[owner[:, 0]]
-        if not bool(sizes.any()):
-            return
-        table = params.reshape(-1, params.shape[2])
-        rows = torch.arange(len(self)) * count
-        every = [
-            self._forward_own(table, torch.cat([(rows + j).unsqueeze(1), owner], dim=1), split, sizes)
-            for j in range(count)
-        ]
-        for parts in zip(*every, strict=True):
-            yield torch.stack([outputs for outputs, _, _ in parts]), parts[0][1], parts[0][2]
+        groups = (sizes.cumsum(0) // max(1, self._at_once * _GROUPED)).unique_consecutive(return_counts=True)[1]
+        for some in torch.arange(len(self)).split(groups.tolist()):
+            lengths = sizes[some]
+            if not bool(lengths.any()):
+                nothing = models.table.new_zeros(count, 0, max(1, self.task.num_classes))
+                yield some[:0].to(device), nothing, self._data.y[:0], lengths.to(device)
+                continue
+            found = []
+            for j in range(count):
+                pairs = torch.cat([models.refs[some.to(models.refs.device), j].cpu().unsqueeze(1), owner[some]], dim=1)
+                unique, inverse = torch.unique(pairs, dim=0, return_inverse=True)
+                parts = list(self._forward(models.table, unique, split))
+                outputs, y, long = (torch.cat([part[k] for part in parts]) for k in range(3))
+                where = _runs((long.cumsum(0) - long)[inverse], lengths).to(device)
+                found.append(outputs[where])
+                labels = y[where]
+            yield some.repeat_interleave(lengths).to(device), torch.stack(found), labels, lengths.to(device)
 
     def _forward(self, table: Tensor, pairs: Tensor, split: SplitName) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Evaluate each (model, shard, view) once, in order: yields outputs [n, ...], labels [n], lengths of pairs."""

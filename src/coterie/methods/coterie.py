@@ -76,7 +76,7 @@ def train_member(
     """
     found: dict[str, Tensor] = {}
     if shares is not None and curve is not None:
-        losses, samples = compare_mixes(block, models.rows(), shares)
+        losses, samples = compare_mixes(block, models, shares)
         choose_mix(block, losses, samples, curve)
         found |= {"losses": losses.nan_to_num(posinf=0.0).to(models.table.dtype), "held": samples}
         if watch is not None:
@@ -96,7 +96,7 @@ def train_member(
 def try_member(block: Block, models: Models, work: SGD, shares: Tensor, curve: Tensor) -> Answer:
     """As `train_member`, with a second model: tell how it would do in place of the center, on held-out samples."""
     tried = Models(models.table, models.refs[:, 1])
-    losses, _ = compare_mixes(block, tried.rows(), shares)
+    losses, _ = compare_mixes(block, tried, shares)
     found = train_member(block, Models(models.table, models.refs[:, 0]), work, shares, curve)
     return Answer(**found, tried=losses.nan_to_num(posinf=0.0).to(models.table.dtype))
 

@@ -62,7 +62,7 @@ def largest_share(block: Block, models: Models, work: SGD) -> Answer:
 @serving("coterie.fedem:mixture")
 def mixture(block: Block, models: Models, work: SGD) -> Mixture:
     """All models, with the client's shares."""
-    return Mixture(models.table[models.refs], shares_of(block, models))
+    return Mixture(models, shares_of(block, models))
 
 
 def shares_of(block: Block, models: Models) -> Tensor:
@@ -86,7 +86,7 @@ def losses_of(block: Block, models: Models) -> tuple[Tensor, Tensor]:
     real = torch.arange(longest, device=sizes.device) < sizes.unsqueeze(1)
     losses = models.table.new_zeros(len(block), models.refs.shape[1], longest)
     begin = 0
-    for outputs, y, lengths in block.outputs_on(models.table[models.refs], "train"):
+    for _, outputs, y, lengths in block.outputs_on(models, "train"):
         rows = slice(begin, begin + len(lengths))
         for k, out in enumerate(outputs):
             losses[rows, k][real[rows]] = block.task.loss(out, y).to(losses)

@@ -15,7 +15,7 @@ from coterie.methods.base import algorithms
 from coterie.methods.fedds import FedDSMIC
 from coterie.methods.fesem import FeSEM
 from coterie.methods.parts.centers import CenterMethod, watched
-from coterie.methods.parts.guard import with_misplaced, rechosen
+from coterie.methods.parts.guard import rechosen, with_misplaced
 from coterie.randomness import Rng
 from coterie.runs.experiment import merge, resolve
 from coterie.runs.loop import Schedule

@@ -18,6 +18,7 @@ from coterie.client.block import Block, Mixture, Models, mixed_outputs
 from coterie.client.serving import serving
 from coterie.client.steps import OWN_MODEL
 from coterie.client.work import SGD
+from coterie.data.federation import SplitName
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # a
 TURNS = (0.0, 0.5, 1.0)  # t
@@ -43,44 +44,42 @@ def label_turn(block: Block, shares: Tensor) -> Tensor:
     return torch.where(known, own.clamp_min(1e-8).log() - shares.clamp_min(1e-8).log(), 0.0)
 
 
-def compare_mixes(block: Block, center: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean held-out loss of each mix of the center [c, P] with the client's own model, [c, G], and samples [c].
+def with_own(block: Block, center: Models) -> Models:
+    """The centers that were sent and the clients' own models, refs [c, 2]; a client without one has its center."""
+    own = block.memory.get(OWN_MODEL, center.rows())
+    rows = len(center.table) + torch.arange(len(block), device=center.refs.device)
+    return Models(torch.cat([center.table, own]), torch.stack([center.refs, rows], dim=1))
+
+
+def compare_mixes(block: Block, center: Models, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean held-out loss of each mix of the center that was sent with the client's own model, [c, G]; samples [c].
 
     A client without held-out samples judges by its training samples, and only mixes without its own model: that one
     knows them by heart.
     """
-    own = block.memory.get(OWN_MODEL, center)
-    turn = label_turn(block, shares)
-    params = torch.stack([center, own], dim=1)
-    losses, samples = _losses(block, params, turn, "valid")
+    turn, models = label_turn(block, shares), with_own(block, center)
+    losses, samples = _losses(block, models, turn, "valid")
     empty = samples == 0
     if bool(empty.any()):
-        other, counts = _losses(block, params, turn, "train")
+        other, counts = _losses(block, models, turn, "train")
         other[:, len(TURNS) :] = torch.inf
         losses, samples = torch.where(empty.unsqueeze(1), other, losses), torch.where(empty, counts, samples)
     return losses, samples
 
 
-def _losses(block: Block, params: Tensor, turn: Tensor, split: str) -> tuple[Tensor, Tensor]:
-    task, grid = block.task, mixes(params.device)
-    found, samples = [], []
-    begin = 0
-    for outputs, y, lengths in block.outputs_on(params, split):  # type: ignore[arg-type]
-        lengths = lengths.to(params.device)
-        bias = turn[begin : begin + len(lengths)].repeat_interleave(lengths, dim=0)
+def _losses(block: Block, models: Models, turn: Tensor, split: SplitName) -> tuple[Tensor, Tensor]:
+    """The mean loss of each mix on samples of a split, [c, G], and the numbers of samples [c]."""
+    task, found, samples = block.task, [], []
+    for clients, outputs, y, lengths in block.outputs_on(models, split):
         columns = []
-        for share, turned in grid.tolist():
-            center = outputs[0] + turned * _wide(bias, outputs[0]) if bias.shape[1] else outputs[0]
-            weights = torch.tensor([1 - share, share], device=params.device).unsqueeze(1).expand(2, len(y))
-            mixed = mixed_outputs(torch.stack([center, outputs[1]]), weights.to(outputs), task.num_classes)
+        for share, turned in mixes(outputs.device).tolist():
+            center = outputs[0] + turned * _wide(turn[clients], outputs[0]) if turn.shape[1] else outputs[0]
+            weights = outputs.new_tensor([1 - share, share]).unsqueeze(1).expand(2, len(y))
+            mixed = mixed_outputs(torch.stack([center, outputs[1]]), weights, task.num_classes)
             sums = torch.segment_reduce(task.loss(mixed, y).double(), "sum", lengths=lengths, initial=0.0)
             columns.append(sums / lengths.clamp_min(1))
         found.append(torch.stack(columns, dim=1))
         samples.append(lengths)
-        begin += len(lengths)
-    if not found:  # nobody has samples in this split
-        zeros = torch.zeros(len(block), len(grid), dtype=torch.float64, device=params.device)
-        return zeros, zeros[:, 0].to(torch.int64)
     return torch.cat(found), torch.cat(samples)
 
 
@@ -100,11 +99,9 @@ def choose_mix(block: Block, losses: Tensor, samples: Tensor, curve: Tensor) -> 
 @serving("coterie.coterie:served")
 def served(block: Block, models: Models, work: SGD, shares: Tensor, curve: Tensor) -> Mixture:
     """The client's mix; a newcomer has no model of its own, and takes the best of its cluster's mixes without it."""
-    center = models.rows()
-    own = block.memory.get(OWN_MODEL, center)
     chosen = block.memory.get(_MIX, curve[:, : len(TURNS)].argmin(1))
-    grid = mixes(center.device)[chosen.to(center.device)]  # [c, 2]
-    weights = torch.stack([1 - grid[:, 0], grid[:, 0]], dim=1).to(center)
-    turn = label_turn(block, shares) * grid[:, 1:].to(center)
+    grid = mixes(models.table.device)[chosen.to(models.table.device)].to(models.table)  # [c, 2]
+    weights = torch.stack([1 - grid[:, 0], grid[:, 0]], dim=1)
+    turn = label_turn(block, shares) * grid[:, 1:]
     bias = torch.stack([turn, torch.zeros_like(turn)], dim=1) if turn.shape[1] else None
-    return Mixture(torch.stack([center, own], dim=1), weights, bias)
+    return Mixture(with_own(block, models), weights, bias)
