@@ -52,6 +52,7 @@ _WIDEST, _NARROWEST = 1024, 32  # numbers per class and half in a signature
 _MOST_CLUSTERS = 100
 _BETTER, _FEWEST = 2.0, 4  # a cut is made if its members gain so many standard errors; members that must have tried it
 _ENOUGH = 16  # clients that must have signed before kinds are looked for, or all
+_AGAIN = 6  # rounds after the first signing in which clients sign again; then 18, 42, ...
 _HALF, _TINY = 6e4, 1e-30  # about the largest number of half precision
 _LARGE = 1e9  # in place of infinity, which JSON does not have
 _FADES = 0.5  # how much a cluster's past preference for mixes counts in a round
@@ -280,7 +281,7 @@ class Coterie(SignedMethod[CoterieState]):
             since and engine.round + REST > (engine.task.work.total_rounds or engine.round + REST)
         ):
             return False  # at the end there is no time left for new clusters
-        return (since + 2).bit_count() == 1  # 0, 2, 6, 14, 30 ... rounds after the first time
+        return since % _AGAIN == 0 and (since // _AGAIN + 1).bit_count() == 1
 
     def _train(
         self, state: CoterieState, engine: Engine, members: Tensor, is_signing: bool, rng: Rng
@@ -292,7 +293,7 @@ class Coterie(SignedMethod[CoterieState]):
         if is_signing:
             payload["sign"] = self._by_class(engine)
         labels = state.labels[others]
-        each = {} if self.serve == "kind" else _told(state, labels)
+        each = _told(state, labels) if self._mixes_now(engine) else {}
         if len(others):
             yield from engine.call(
                 train_member,
@@ -310,6 +311,11 @@ class Coterie(SignedMethod[CoterieState]):
             refs = torch.stack([labels, state.num_clusters + state.tried[some]], dim=1)
             each = _told(state, labels)
             yield from engine.call(try_member, some, models=table, refs=refs, each=each, work=work, rng=rng)
+
+    def _mixes_now(self, engine: Engine) -> bool:
+        """Whether clients compare mixes in this round: in every other one, which saves time, and in the last."""
+        is_last = engine.round == engine.task.work.total_rounds
+        return self.serve == "own" and (engine.round % 2 == 0 or is_last or engine.participation < 1)
 
     def _by_class(self, engine: Engine) -> Tensor:
         return torch.tensor(float(self.signs_classes(engine)))

@@ -1223,14 +1223,21 @@ int gradients(const i64* table, i64 layers, i64 clients, i64 threads, i64 batch,
       client.pack(client.weights, from.data());
       real total = 0;
       for (i64 b = 0; b < batch; b++) total += mask ? mask[i * batch + b] : 1;
+      i64 used = 0;  // samples of weight 0 cost nothing
       for (i64 b = 0; b < batch; b++) {
-        client.rows[b] = x + i * x_step + b * net.sample;
-        client.labels[b] = y[i * batch + b];
-        client.shares[b] = (mask ? mask[i * batch + b] : 1) / (total > 1 ? total : 1);
+        real weight = mask ? mask[i * batch + b] : 1;
+        if (weight == 0) continue;
+        client.rows[used] = x + i * x_step + b * net.sample;
+        client.labels[used] = y[i * batch + b];
+        client.shares[used++] = weight / (total > 1 ? total : 1);
       }
-      client.forward(client.weights, batch);
+      if (!used) {
+        for (size_t s = 0; s < slots; s++) std::fill(to[s], to[s] + numel[s], real(0));
+        return;
+      }
+      client.forward(client.weights, used);
       Step collect{client.weights, nullptr, client.gradient, nullptr, nullptr, 0, 0, 0, 0};
-      client.backward(client.weights, batch, collect);
+      client.backward(client.weights, used, collect);
       client.unpack(to.data(), client.gradient);
     });
   } catch (...) {
