@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coterie.views.decisions import legend, sentence, sentences
+from coterie.views.decisions import legend, sentence, sentences, without_repeats
 
 
 def move(*clients: str, rose: int) -> dict[str, Any]:
@@ -67,23 +67,40 @@ def test_cuts_refused_one_after_another_are_one_sentence():
     cut = {"round": 4, "what": "cut", "clusters": [0, 1], "sizes": [6, 4], "z": 20.0, "q": 11.0}
     first = [looked_at(10, 0, 4.2, 0.3), looked_at(10, 1, 1.0, 0.84)]
     later = [looked_at(12, 1, 458.2, 0.1), looked_at(46, 1, -2.0, -0.3)]
-    tried = looked_at(47, 1, 11.0, 0.5, t=-1.5)
-    assert sentences([cut, *first, move("a", rose=1), *later, tried, tried]) == [
+    tried = [looked_at(47, 1, 11.0, 0.5, t=-1.5), looked_at(47, 3, 12.0, 0.4, t=-0.5)]
+    assert sentences([cut, *first, move("a", rose=1), *later, *tried]) == [
         sentence(cut),
         "Round 10: clusters 0, 1 were not cut, z up to 4.2, q up to 0.84.",
         sentence(move("a", rose=1)),
         "Rounds 12 to 46: cluster 1 was not cut, z up to 458, q up to 0.1.",
-        sentence(tried),
-        sentence(tried),
+        "Round 47: clusters 1, 3 were not cut after a trial, z up to 12, q up to 0.5, t up to -0.5.",
     ]
     assert sentences(first[:1]) == [sentence(first[0])]
 
 
-def test_of_many_the_first_and_the_last_are_told():
-    many = [move(f"c{i}", rose=1) for i in range(9)]
+def test_a_refusal_on_the_same_evidence_is_not_repeated():
+    one, other = looked_at(10, 0, 4.2, 0.3), looked_at(10, 1, 1.0, 0.84)
+    news = looked_at(13, 1, 1.1, 0.84)
+    assert without_repeats([one, other, one | {"round": 12}, other | {"round": 12}, news]) == [one, other, news]
+    back = [one, looked_at(11, 0, 5.0, 0.3), one | {"round": 12}]
+    assert without_repeats(back) == back
+
+
+def test_a_proposal_is_told_by_its_outcome():
+    proposal = looked_at(10, 2, 12.0, 0.5) | {"what": "proposed"}
+    other, outcome = proposal | {"clusters": [3]}, looked_at(11, 2, 12.0, 0.5, t=0.3)
+    assert sentences([proposal, other]) == [sentence(proposal), sentence(other)]
+    assert sentences([proposal, other, outcome]) == [sentence(other), sentence(outcome)]
+    assert sentences([proposal, outcome | {"round": 14}]) == [sentence(proposal), sentence(outcome | {"round": 14})]
+
+
+def test_of_many_the_cuts_and_the_last_moves_are_told():
+    cuts = [{"round": i, "what": "cut", "clusters": [0, i], "sizes": [2, 1]} for i in (4, 9)]
+    many = [cuts[0], *[move(f"c{i}", rose=1) for i in range(3)], looked_at(8, 0, 1.0, 1.0), cuts[1], move("d", rose=1)]
     told = [sentence(one) for one in many]
-    assert sentences(many, most=9) == told
-    assert sentences(many, most=5) == [told[0], "... and 5 more, which the report lists.", *told[-3:]]
+    assert sentences(many, most=7) == told
+    assert sentences(many, most=6) == [*told[:1], *told[2:4], *told[5:], "... and 2 more."]
+    assert sentences(many, most=3) == [told[0], told[5], "... and 5 more."]
 
 
 def test_only_letters_that_occur_are_explained():

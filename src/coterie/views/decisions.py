@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Found = Mapping[str, Any]  # a `Decision`, perhaps read from a file
@@ -36,22 +36,40 @@ def legend(decisions: Iterable[Found]) -> list[str]:
     return [f"{name}: {about}." for name, about in ABOUT.items() if name in used]
 
 
+def without_repeats(decisions: Iterable[Found]) -> list[Found]:
+    """The decisions without refusals on the same evidence as the last refusal about that cluster."""
+    last: dict[str, Found] = {}
+    found: list[Found] = []
+    for decision in decisions:
+        if decision["what"] == "refused":
+            place, content = str(decision["clusters"]), {k: v for k, v in decision.items() if k != "round"}
+            if last.get(place) == content:
+                continue
+            last[place] = content
+        found.append(decision)
+    return found
+
+
 def sentences(decisions: Sequence[Found], most: int | None = None) -> list[str]:
-    """A sentence for each decision, and one for cuts refused one after another; at most `most`, with the last ones."""
-    found = list(_sentences(decisions))
-    if most is None or len(found) <= most:
-        return found
-    left = len(found) - most + 1
-    return [*found[:1], f"... and {left} more, which the report lists.", *found[1 + left :]]
+    """The decisions in words; of more than `most` sentences those about cuts, then the last ones.
 
-
-def _sentences(decisions: Sequence[Found]) -> Iterator[str]:
-    for is_refused, group in itertools.groupby(decisions, key=lambda one: one["what"] == "refused" and "t" not in one):
+    Cuts refused one after another are one sentence. A proposal is told by its outcome, once there is one.
+    """
+    outcomes = {(one["round"] - 1, *one["clusters"][:1]) for one in decisions if "t" in one}
+    told = [
+        one
+        for one in without_repeats(decisions)
+        if one["what"] != "proposed" or (one["round"], *one["clusters"]) not in outcomes
+    ]
+    found: list[tuple[int, str]] = []  # rank, sentence
+    for (what, _), group in itertools.groupby(told, key=lambda one: (one["what"], "t" in one)):
         some = list(group)
-        if is_refused and len(some) > 1:
-            yield _refusals(some)
-        else:
-            yield from map(sentence, some)
+        texts = [_refusals(some)] if what == "refused" and len(some) > 1 else map(sentence, some)
+        found += [({"cut": 0, "refused": 2}.get(what, 1), text) for text in texts]
+    if most is None or len(found) <= most:
+        return [text for _, text in found]
+    kept = sorted(sorted(range(len(found)), key=lambda i: (found[i][0], -i))[: most - 1])
+    return [*(found[i][1] for i in kept), f"... and {len(found) - len(kept)} more."]
 
 
 def sentence(decision: Found) -> str:
@@ -124,6 +142,7 @@ def _refusals(decisions: Sequence[Found]) -> str:
     when = f"Round {first}" if first == last else f"Rounds {first} to {last}"
     clusters = sorted({cluster for decision in decisions for cluster in decision.get("clusters") or []})
     verb = "was" if len(clusters) == 1 else "were"
-    largest = {name: max((one[name] for one in decisions if name in one), default=None) for name in ("z", "q")}
+    tried = " after a trial" if "t" in decisions[0] else ""
+    largest = {name: max((one[name] for one in decisions if name in one), default=None) for name in ABOUT}
     evidence = "".join(f", {name} up to {number(value)}" for name, value in largest.items() if value is not None)
-    return f"{when}: {_named(clusters)} {verb} not cut{evidence}."
+    return f"{when}: {_named(clusters)} {verb} not cut{tried}{evidence}."
