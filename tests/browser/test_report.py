@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +21,19 @@ from .conftest import Browser
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 CHARTS = ("accuracy", "f1", "loss", "sizes", "churn", "confusion", "flow", "map-cluster", "map-group", "clients")
-MORE = ("labels", "bytes", "against-bytes", "seconds", "members", "pseudo", "pseudo-map", "pseudo-cross")
+MORE = ("decisions", "labels", "bytes", "against-bytes", "seconds", "members", "pseudo", "pseudo-map", "pseudo-cross")
 TABLES = ("fairness", "repairs", "failures", "settings")
+OVERLAPS = """
+  const found = [];
+  for (const svg of document.querySelectorAll('.chart svg.plot')) {
+    const boxes = [...svg.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()]);
+    boxes.forEach(([a, p], i) => boxes.slice(i + 1).forEach(([b, q]) => {
+      const wide = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+      const high = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+      if (wide > 2 && high > 4) found.push([svg.getAttribute('aria-label'), a, b]);
+    }));
+  }
+  return found;"""
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +42,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     path = make_run(root, "everything", rounds=8, clients=30, clusters=4, classes=6)
     with (path / "rounds.jsonl").open("a") as lines:
+        decisions = [{"what": "cut", "clusters": [0, 1, 2, 3], "sizes": [8, 8, 7, 7], "z": 236.4, "q": 36.2}]
         repairs = [{"round": 9, "cluster": 1, "reason": "cluster 1 was empty: cluster 0 was split"}]
-        lines.write(json.dumps(row_of(9, 0.8, [8, 8, 7, 7], repairs=repairs)) + "\n")
+        lines.write(json.dumps(row_of(9, 0.8, [8, 8, 7, 7], repairs=repairs, decisions=decisions)) + "\n")
     failures = [{"round": 2, "client": "g0-0000", "step": "x:train", "reason": "did not answer"}]
     (path / "artifacts" / "failures.json").write_text(json.dumps(failures))
     rng = np.random.default_rng(0)
@@ -70,21 +83,10 @@ def test_the_line_has_a_point_for_every_round(browser: Browser, run: Path):
 
 def test_letters_do_not_lie_over_each_other(browser: Browser, run: Path):
     """Labels of axes: no two texts of a chart may overlap by more than a hair."""
-    overlaps = """
-      const found = [];
-      for (const svg of document.querySelectorAll('.chart svg.plot')) {
-        const boxes = [...svg.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()]);
-        boxes.forEach(([a, p], i) => boxes.slice(i + 1).forEach(([b, q]) => {
-          const wide = Math.min(p.right, q.right) - Math.max(p.left, q.left);
-          const high = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
-          if (wide > 2 && high > 4) found.push([svg.getAttribute('aria-label'), a, b]);
-        }));
-      }
-      return found;"""
     for width in (360, 1440):
         browser.open(run.as_uri(), width)
         browser.scroll_through()
-        assert browser.js(overlaps) == [], width
+        assert browser.js(OVERLAPS) == [], width
 
 
 def test_hover_and_arrow_keys_tell_the_numbers(browser: Browser, run: Path):
@@ -232,3 +234,58 @@ def test_runs_with_and_without_numbers_for_a_panel(browser: Browser, tmp_path: P
     browser.click(".tabs button", "small")
     browser.wait("document.querySelectorAll('#labels details tbody tr').length === 12")
     assert browser.errors() == []
+
+
+def cut(number: int, clusters: list[int], sizes: list[int], **more: float) -> dict[str, Any]:
+    return {"round": number, "what": "cut", "clusters": clusters, "sizes": sizes, "z": 236.4, "q": 36.2, **more}
+
+
+def moved(number: int, *clients: str) -> dict[str, Any]:
+    moves = [{"client": client, "from_cluster": 0, "to_cluster": 1} for client in clients]
+    return {"round": number, "what": "move", "clusters": [], "moves": moves, "loss_rose": len(moves)}
+
+
+REFUSED = {"round": 3, "what": "refused", "clusters": [0], "sizes": [25, 15], "z": 6.32, "q": 1.51}
+DECIDED: dict[int, list[dict[str, Any]]] = {  # by the number of clusters at the end
+    1: [REFUSED],
+    4: [cut(4, [0, 1, 2, 3], [10, 10, 10, 10]), REFUSED | {"round": 10}, moved(12, "a", "b", "c"), moved(13, "d")],
+    8: [
+        cut(4, [0, 1, 2], [20, 12, 8]),
+        REFUSED | {"what": "proposed", "round": 4, "clusters": [1]},
+        cut(5, [1, 3], [7, 5], t=3.14),
+        cut(10, [0, 4, 5], [10, 6, 4]),
+        cut(22, [4, 6, 7], [3, 2, 1]),
+        moved(23, "a", "b", "c"),
+        {"round": 23, "what": "removed", "clusters": [2]},
+        cut(46, [4, 7], [3, 1]),
+    ],
+    20: [cut(4, list(range(20)), [2] * 20)],
+}
+
+
+@pytest.mark.parametrize("clusters", DECIDED)
+def test_decisions_are_a_tree_and_a_table(browser: Browser, tmp_path: Path, clusters: int):
+    path = make_run(tmp_path, algorithm="coterie", rounds=3, clients=40, clusters=clusters)
+    with (path / "rounds.jsonl").open("a") as lines:
+        for number, decision in enumerate(DECIDED[clusters], 4):
+            row = row_of(number, 0.8, [40 // clusters] * clusters, decisions=[decision])
+            lines.write(json.dumps(row) + "\n")
+    page = write_report([read_run(path)], tmp_path / "page.html", tsne=False)
+    cuts = [one for one in DECIDED[clusters] if one["what"] == "cut"]
+    for width, theme in ((360, "light"), (1440, "dark"), (1440, "light")):
+        browser.open(page.as_uri(), width, theme)
+        browser.scroll_through()
+        texts = browser.js("return [...document.querySelectorAll('#decisions svg text')].map(t => t.textContent)")
+        leaves = [f"cluster {k}: {40 // clusters} clients" for k in range(clusters)]
+        assert sorted(text for text in texts if text.startswith("cluster")) == sorted(leaves)
+        assert sum("z = 236" in text for text in texts) == len(cuts)
+        assert ("all 40 clients" in texts, "no cut" in texts) == (True, not cuts)
+        assert len(browser.js("return [...document.querySelectorAll('#decisions tbody tr')]")) == len(DECIDED[clusters])
+        assert browser.js(OVERLAPS) == []
+        right = "e => e.getBoundingClientRect().right"
+        inside = f"const right = {right}, svg = document.querySelector('#decisions svg');"
+        assert browser.js(f"{inside} return [...svg.querySelectorAll('text')].every(t => right(t) <= right(svg))")
+        assert browser.overflow() <= 0
+        assert browser.errors() == []
+        browser.js("document.querySelector('#decisions').scrollIntoView()")
+        browser.keep(f"decisions-{clusters}-{width}-{theme}", width)

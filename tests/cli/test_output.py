@@ -162,6 +162,7 @@ SUMMARY: dict[str, Any] = {
     "bytes": {"down": 2000, "up": 1000, "start": {"down": 3000, "up": 4000}},
     "seconds": {"total": 10.0, "start": 1.0, "train": 2.0, "server": 3.0, "evaluate": 4.0},
     "repairs": [{"round": 3, "reason": "cluster 1 was empty"}],
+    "decisions": [{"round": 4, "what": "cut", "clusters": [0, 1], "sizes": [3, 1], "z": 236.0, "q": 36.0}],
     "failures": 2,
     "failures_by_reason": {"gone": 2},
     "attack": {"kind": "gaussian", "attackers": ["a", "b"], "corrupt": 0.0},
@@ -185,6 +186,9 @@ def shown(summary: dict[str, Any]) -> str:
         *("4 of 6", "down 2.0 kB  up 1.0 kB  (start: 3.0 kB, 4.0 kB)", "10.0  (start 1.0  train 2.0  server 3.0"),
         *(
             "round 3: cluster 1 was empty",
+            "2 kinds found.",
+            "Round 4: cluster 0 was cut into 2 (3, 1 clients), z = 236, q = 36.",
+            "q: benefit of models of their own over their cost, 1 = even.",
             "failed answers",
             "2: 2 gone",
             "gaussian by 2 clients",
@@ -207,10 +211,22 @@ def test_what_there_is_not_is_not_shown():
         "failures": 0,
         "notes": [],
         "repairs": [],
+        "decisions": [],
     }
     less |= {"clients_met": 6, "bytes": SUMMARY["bytes"] | {"start": {"down": 0, "up": 0}}}
     less.pop("path")
     text = shown(less)
-    for word in ("accuracy", "F1", "true groups", "clients seen", "start:", "failed", "note", "run folder", "repair"):
+    for word in (
+        "accuracy",
+        "F1",
+        "true groups",
+        "clients seen",
+        "start:",
+        "failed",
+        "note",
+        "run folder",
+        "repair",
+        "kind",
+    ):
         assert word not in text, word
     assert "macro 0.3200" in text

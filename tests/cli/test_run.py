@@ -584,6 +584,18 @@ def test_show_on_a_run_that_is_not_finished(command: Command, stopped: Path):
     assert (found["finished"], found["rounds_done"], found["last"]["round"]) == (False, 3, 3)
 
 
+def test_show_tells_the_decisions_so_far(command: Command, stopped: Path):
+    rows = (stopped / "rounds.jsonl").read_text().splitlines()
+    cut = {"what": "cut", "clusters": [0, 1, 2, 3], "sizes": [2, 2, 2, 2], "z": 41.0}
+    rows[-1] = json.dumps(json.loads(rows[-1]) | {"decisions": [cut]})
+    (stopped / "rounds.jsonl").write_text("\n".join(rows) + "\n")
+    assert command("show", stopped).out.splitlines()[2:-1] == [
+        "4 kinds found.",
+        "Round 3: cluster 0 was cut into 4 (2, 2, 2, 2 clients), z = 41.",
+        "z: evidence that the parts differ, in standard deviations of noise.",
+    ]
+
+
 def test_show_on_a_run_that_is_going_on(command: Command, stopped: Path):
     with RunFolder.open(stopped).held():
         assert re.fullmatch(r"It is running, about 0:\d\d left\.", command("show", stopped).out.splitlines()[-1])

@@ -21,6 +21,7 @@ from coterie.api import Result
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError, Interrupted, StorageError
 from coterie.methods.base import algorithms
+from coterie.methods.coterie import Coterie
 from coterie.runs.execution import execute
 from coterie.runs.experiment import Experiment
 from coterie.runs.folder import RunFolder
@@ -113,7 +114,7 @@ def test_a_row_for_each_round_with_the_numbers_that_matter(tmp_path: Path):
     for row in rows:
         assert row.keys() == {
             *("round", "cohort", "accuracy", "f1", "loss", "ari", "nmi", "purity", "churn", "cluster_sizes"),
-            *("clients_met", "failures", "repairs", "bytes", "seconds", "spread"),
+            *("clients_met", "failures", "repairs", "decisions", "bytes", "seconds", "spread"),
         }
         assert row["cohort"] == 4  # 0.7 of 6
         assert sum(row["cluster_sizes"]) == row["clients_met"] == 6
@@ -259,6 +260,24 @@ def test_stopped_after_every_round_and_resumed_is_as_if_never_stopped(tmp_path: 
             begin(setup(name), tmp_path, should_stop=lambda: True)
     resume(setup(name), tmp_path)
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_decisions_are_in_rows_summary_and_checkpoint_and_survive_a_stop(tmp_path: Path):
+    what = setup(Coterie(num_clusters=2, warmup=1), participation=1.0)
+    result = start(what, tmp_path, "whole")
+    (cut,) = [one for one in result.summary["decisions"] if one["what"] == "cut"]
+    assert cut["round"] == 2
+    assert cut["clusters"] == [0, 1]
+    assert cut["sizes"] == [3, 3]
+    assert result.rows[0]["decisions"] == []
+    assert result.rows[1]["decisions"][0] == cut
+    assert [one for row in result.rows for one in row["decisions"]] == result.summary["decisions"]
+    for begin in (start, resume, resume):
+        with pytest.raises(Interrupted):
+            begin(what, tmp_path, should_stop=lambda: True)
+    resume(what, tmp_path)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    assert outcome(tmp_path / "run")["plain"]["state"]["decisions"] == result.summary["decisions"]
 
 
 def test_networks_with_statistics_and_dropout_resume_exactly_too(tmp_path: Path):

@@ -21,9 +21,11 @@ from rich.text import Text
 from coterie.errors import ConfigError
 from coterie.runs.metrics import NUMBER, PERCENT, metrics
 from coterie.runs.observers import Row
+from coterie.views.decisions import kinds_found, legend, sentences
 from coterie.views.words import size_text
 
 _SHOWN_SIZES = 8
+_SHOWN_DECISIONS = 12
 _WIDTH = 140  # of tables without a terminal
 
 
@@ -181,6 +183,13 @@ def stop_on_ctrl_c(quiet: bool) -> Iterator[Any]:
         signal.signal(signal.SIGINT, before)
 
 
+def decision_lines(decisions: Sequence[Mapping[str, Any]], clusters: int) -> list[str]:
+    """How many kinds a run found, why, and what the letters mean; nothing if its method records no decisions."""
+    if not decisions:
+        return []
+    return [kinds_found(clusters), *sentences(decisions, _SHOWN_DECISIONS), *legend(decisions)]
+
+
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """The result of a run."""
     return facts_of(f"{summary['algorithm']} on {summary['dataset']}", _summary_rows(summary))
@@ -224,6 +233,8 @@ def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "engine",
             f"{plan['plan']} in {plan['precision']} on {plan['device']}, {plan['chunk']} clients at a time{why}",
         )
+    if decisions := summary.get("decisions"):
+        yield "decisions", "\n".join(decision_lines(decisions, summary["clusters"]))
     for repair in summary["repairs"]:
         yield "repair", f"round {repair['round']}: {repair['reason']}"
     if attack := summary.get("attack"):

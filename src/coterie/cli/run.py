@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.cli.flags import JsonFlag, NameFlag, OutFlag, QuietFlag, RunArgument, TrackFlag, takes
-from coterie.cli.output import RoundProgress, clock, say, stdout, stop_on_ctrl_c, summary_table
+from coterie.cli.output import RoundProgress, clock, decision_lines, say, stdout, stop_on_ctrl_c, summary_table
 from coterie.client.settings import WorkSettings
 from coterie.errors import Interrupted, RunError
 from coterie.runs.settings import AUTO, ClusterSettings, RunSettings, Schedule, Tables, merge
@@ -127,6 +127,8 @@ def show(path: RunArgument, json_: JsonFlag = False) -> None:
     print(f"{path}: {what}, not finished: round {len(rows)} of {settings['rounds']}.")
     if rows:
         print(RoundProgress.numbers(rows[-1]))
+        for line in decision_lines(run.decisions, len(run.sizes[-1])):
+            print(line)
     if run.state == "running":
         left = "" if run.seconds_left is None else f", about {clock(run.seconds_left)} left"
         print(f"It is running{left}.")

@@ -91,6 +91,7 @@ class ClusterState:
     labels: Tensor  # int64 [N] on the CPU; -1: not seen yet
     stable_rounds: int = 0  # consecutive rounds in which no label and no center changed
     repairs: list[Repair] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
 
     of_clients: ClassVar[tuple[str, ...]] = ()  # fields with a row per client, besides labels
     stored_as: ClassVar[dict[str, str]] = {"stable_rounds": "calm_rounds"}  # names in checkpoints, where they differ

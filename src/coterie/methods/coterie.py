@@ -158,7 +158,7 @@ def signature_shape(task: Task, by_class: bool) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class CoterieState(CenterState):
-    """The clusters, the evidence for them, and what was decided."""
+    """The clusters, the evidence for them, and the cuts that are tried."""
 
     of_clients: ClassVar[tuple[str, ...]] = (*CenterState.of_clients, "contrasts", "tried")
 
@@ -169,7 +169,6 @@ class CoterieState(CenterState):
     tried: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N] rows of `trials`; -1: none
     trials: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, P] centers of proposed parts
     proposals: list[Decision] = field(default_factory=list)  # the cuts that are tried in this round
-    decisions: list[Decision] = field(default_factory=list)
 
 
 @register

@@ -44,6 +44,7 @@ def columns_of(rows: list[Any], where: str) -> dict[str, Any]:
     spread: dict[str, list[list[float]]] = {name: [] for name in SCORES}
     sizes: list[list[int]] = []
     repairs: list[dict[str, Any]] = []
+    decisions: list[dict[str, Any]] = []
     for line, row in enumerate(rows, 1):
         try:
             if not isinstance(row, dict) or not _is_count(row.get("round")) or row["round"] < 1:
@@ -55,12 +56,10 @@ def columns_of(rows: list[Any], where: str) -> dict[str, Any]:
                 curves[name].append(_number(row, keys))
             for name, values in spread.items():
                 values.append(_quantiles(row.get("spread", {}).get(name)))
-            counts = row.get("cluster_sizes") or []
-            if not isinstance(counts, list) or not all(_is_count(count) for count in counts):
-                raise _wrong("cluster_sizes", counts)
-            sizes.append(counts)
+            sizes.append(_counts(row, "cluster_sizes"))
             for repair in records(row.get("repairs")):
                 repairs.append({"round": row["round"], "reason": str(repair.get("reason", ""))})
+            decisions += [_decision(found, row["round"]) for found in records(row.get("decisions"))]
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise RunError(f"{where} is damaged in line {line}: {reason(error)}.") from error
     return {
@@ -69,6 +68,7 @@ def columns_of(rows: list[Any], where: str) -> dict[str, Any]:
         "spread": {name: np.array(values).reshape(-1, len(QUANTILES)) for name, values in spread.items()},
         "sizes": sizes,
         "repairs": repairs,
+        "decisions": decisions,
     }
 
 
@@ -89,6 +89,40 @@ def _quantiles(found: Any) -> list[float]:
     if not isinstance(values, list) or len(values) != len(QUANTILES):
         raise _wrong("spread", values)
     return [_number({"spread": value}, ("spread",)) for value in values]
+
+
+def _decision(found: dict[str, Any], number: int) -> dict[str, Any]:
+    """A decision of that round, with values of the declared types."""
+    evidence = {name: _number(found, (name,)) for name in ("z", "q", "t")}
+    ends = ("from_cluster", "to_cluster")
+    moves = [
+        {"client": str(move.get("client", "?")), **{end: _count(move, end) for end in ends}}
+        for move in records(found.get("moves"))
+    ]
+    if found.get("what") == "move" and not moves:
+        raise _wrong("moves", found.get("moves"))
+    return {
+        "round": number,
+        "what": str(found.get("what", "?")),
+        "clusters": _counts(found, "clusters"),
+        "sizes": _counts(found, "sizes"),
+        **{name: value for name, value in evidence.items() if math.isfinite(value)},
+        **({"moves": moves, "loss_rose": _count(found, "loss_rose")} if moves else {}),
+    }
+
+
+def _counts(row: dict[str, Any], name: str) -> list[int]:
+    counts = row.get(name) or []
+    if not isinstance(counts, list) or not all(_is_count(count) for count in counts):
+        raise _wrong(name, counts)
+    return counts
+
+
+def _count(row: dict[str, Any], name: str) -> int:
+    count = row.get(name, 0)
+    if not _is_count(count):
+        raise _wrong(name, count)
+    return int(count)
 
 
 def _is_count(value: Any) -> bool:

@@ -112,7 +112,7 @@ class Trainer:
 
     def _round(self, number: int) -> None:
         began, worked = time.perf_counter(), self.engine.client_seconds
-        failures, repairs = len(self.engine.failures), len(self.state.repairs)
+        failures, repairs, decisions = len(self.engine.failures), len(self.state.repairs), len(self.state.decisions)
         rng = self._rng.at("round", number)
         self.engine.begin(number, "round")
         self.welcome()
@@ -140,6 +140,7 @@ class Trainer:
             "clients_met": int((labels >= 0).sum()),
             "failures": len(self.engine.failures) - failures,
             "repairs": self.state.repairs[repairs:],
+            "decisions": self.state.decisions[decisions:],
             "bytes": {"down": totals["down"], "up": totals["up"], **sent},  # so far, without evaluation
             "seconds": {
                 "train": in_clients,
@@ -222,6 +223,7 @@ class Trainer:
             **self._movement(),
             "cluster_sizes": cluster_sizes(labels, self.state.num_clusters),
             "repairs": list(self.state.repairs),
+            "decisions": list(self.state.decisions),
             "failures": len(self.engine.failures),
             "failures_by_reason": dict(Counter(failure.reason for failure in self.engine.failures).most_common()),
             "attack": self._attack_summary(),

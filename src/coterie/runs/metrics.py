@@ -40,7 +40,10 @@ QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 SCORES = ("accuracy", "f1", "loss")  # of a client
 _OF_SCORES = (*SCORES, "samples", "clusters")
 _KNOWN = (*_OF_SCORES, "labels", "groups", "before", "after", "rows")
-_FACTS = ("round", "cohort", "spread", "cluster_sizes", "clients_met", "failures", "repairs", "bytes", "seconds")
+_FACTS = (
+    *("round", "cohort", "spread", "cluster_sizes", "clients_met"),
+    *("failures", "repairs", "decisions", "bytes", "seconds"),
+)
 EVERYWHERE: tuple[Where, ...] = ("summary", "table", "terminal", "headline", "compare", "curves")
 
 

@@ -54,6 +54,7 @@ class RunData:
     spread: dict[str, Floats] = field(default_factory=dict)  # accuracy, f1, loss: [T, 5] over clients
     sizes: list[list[int]] = field(default_factory=list)  # [T][K]
     repairs: list[dict[str, Any]] = field(default_factory=list)  # round, reason
+    decisions: list[dict[str, Any]] = field(default_factory=list)  # as `Decision`
     names: list[str] = field(default_factory=list)  # [N]
     labels: Ints | None = None  # [T + 1, N] after the start and each round
     groups: Ints | None = None  # [N] true groups

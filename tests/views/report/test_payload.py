@@ -124,6 +124,51 @@ def test_repairs_and_failures_are_told(tmp_path: Path):
     assert payload["failures"]["rows"][0] == [1, "x", "train", "late"]
 
 
+def test_decisions_are_told(tmp_path: Path):
+    path = make_run(tmp_path, rounds=1, clients=12)
+    cut = {
+        "what": "cut",
+        "clusters": [0, 1, 2],
+        "sizes": [5, 3, 2],
+        "z": 236.456,
+        "q": 1e9,
+        "signed_at": "common model",
+    }
+    refused = {"what": "refused", "clusters": [1], "sizes": [2, 1], "z": 3.0, "q": 0.25, "t": -0.5}
+    moves = [{"client": f"c{i}", "from_cluster": 0, "to_cluster": 2} for i in range(10)]
+    move = {"what": "move", "clusters": [], "moves": moves, "loss_rose": 10}
+    with (path / "rounds.jsonl").open("a") as lines:
+        for number, found in ((4, [cut]), (5, [refused, move]), (6, [refused])):
+            lines.write(json.dumps(row_of(number, 0.5, [6, 4, 2], decisions=found)) + "\n")
+    payload = run_payload(read_run(path), tsne=False)["decisions"]
+    assert payload["kinds"] == "3 kinds found."
+    assert payload["about"].count(":") == 3
+    named = [f"c{i} (0 → 2)" for i in range(8)]
+    assert payload["rows"] == [
+        [4, "cut", "0, 1, 2", "5, 3, 2", 236.46, 1e9, None, None],
+        [5, "refused", "1", "2, 1", 3, 0.25, -0.5, None],
+        [5, "move", None, None, None, None, None, ", ".join(named) + " and 2 more"],
+    ]
+    assert payload["hidden"] == 1
+    assert payload["moves"] == ["Round 5: c0 and 9 more moved, after their loss rose."]
+    assert [leaf["size"] for leaf in payload["tree"]["parts"]] == [6, 4, 2]
+
+
+def test_of_very_many_decisions_refusals_are_left_out(tmp_path: Path):
+    path = make_run(tmp_path, rounds=1)
+    refused = [{"what": "refused", "clusters": [0], "sizes": [2, 1], "z": float(i)} for i in range(500)]
+    cut = {"what": "cut", "clusters": [0, 1, 2], "sizes": [1, 1, 1]}
+    with (path / "rounds.jsonl").open("a") as lines:
+        lines.write(json.dumps(row_of(2, 0.5, [4, 4, 4], decisions=[*refused, cut])) + "\n")
+    payload = run_payload(read_run(path), tsne=False)["decisions"]
+    assert [row[1] for row in payload["rows"]] == ["cut"]
+    assert payload["hidden"] == 500
+
+
+def test_without_decisions_there_is_no_panel(tmp_path: Path):
+    assert run_payload(read_run(make_run(tmp_path)), tsne=False)["decisions"] is None
+
+
 def test_clients_that_are_all_alone_have_no_cluster_pictures(tmp_path: Path):
     path = make_run(tmp_path, clients=40, clusters=40, rounds=2)
     payload = run_payload(read_run(path), tsne=False)

@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from coterie.data.pictures import spread_evenly
 from coterie.runs.metrics import METRICS, metrics
 from coterie.runs.reading import RunData
+from coterie.views.decisions import kinds_found, legend, listed, sentences, without_repeats
 from coterie.views.report import compare
 from coterie.views.report.flow import confusion_of, flow_of_run, is_alone, sizes_of
 from coterie.views.report.map import mapped_clients, neighbours, principal
 from coterie.views.report.situations import heat_map
+from coterie.views.report.tree import tree_of
 from coterie.views.words import size_text
 
 Payload = dict[str, Any]
@@ -31,6 +33,8 @@ MOST_ROUNDS = 400  # points of a curve
 MOST_BUBBLES = 120  # clients; the labels of more are shown as a heat map
 MOST_SLICES = 240  # columns of a heat map
 MOST_FAILURES = 200  # listed one by one
+MOST_DECISIONS = 500  # in the table; of more, refused cuts are left out
+MOST_MOVES = 12  # sentences
 MOST_CLASSES = 62
 _ENVIRONMENT = ("coterie", "python", "torch", "platform", "threads", "gpu", "date", "digest")
 
@@ -78,6 +82,7 @@ def run_payload(run: RunData, *, tsne: bool = True) -> Payload:
         "labels": _labels(run),
         "members": _members(run),
         "pseudo": _pseudo(run),
+        "decisions": _decisions(run),
         "failures": _failures(run),
         "unseen": _unseen((run.summary or {}).get("unseen")),
         "movement": _movement(run.summary or {}) if clustered else None,
@@ -314,6 +319,35 @@ def _pseudo(run: RunData) -> Payload | None:
         "witness": None if witness is None else np.round(witness[keep], 3).tolist(),
         "strips": strips,
     }
+
+
+def _decisions(run: RunData) -> Payload | None:
+    """What the method decided about its clusters: in words, as a tree and as a table."""
+    if not run.decisions or not run.sizes:
+        return None
+    shown = without_repeats(run.decisions)
+    if len(shown) > MOST_DECISIONS:
+        shown = [decision for decision in shown if decision["what"] != "refused"][:MOST_DECISIONS]
+    return {
+        "kinds": kinds_found(len(run.sizes[-1])),
+        "about": " ".join(legend(run.decisions)),
+        "tree": tree_of(run.decisions, run.sizes[-1]),
+        "moves": sentences([one for one in run.decisions if one["what"] in ("move", "removed")], MOST_MOVES),
+        "rows": [
+            [
+                *(decision["round"], decision["what"]),
+                *(listed(decision[name]) or None for name in ("clusters", "sizes")),
+                *(_rounded(decision.get(name), 2) for name in ("z", "q", "t")),
+                listed([_move(move) for move in decision.get("moves", [])]) or None,
+            ]
+            for decision in shown
+        ],
+        "hidden": len(run.decisions) - len(shown),
+    }
+
+
+def _move(move: Mapping[str, Any]) -> str:
+    return f"{move['client']} ({move['from_cluster']} → {move['to_cluster']})"
 
 
 def _failures(run: RunData) -> Payload | None:

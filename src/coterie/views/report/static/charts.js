@@ -300,6 +300,56 @@ const Charts = (() => {
     draw("text", { x: (f.x0 + f.x1) / 2, y: f.height - 3, "text-anchor": "middle", text: "round" }, f.svg);
   }
 
+  // ---- a tree of cuts, from left to right ----
+
+  function tree(host, spec) {
+    host.replaceChildren();
+    const leaves = [], cuts = [];
+    const order = (node, depth) => {
+      node.depth = depth;
+      node.now = node.cluster === undefined ? 0 : node.size; // clients at the end
+      if (!node.parts) { node.row = leaves.push(node) - 1; return; }
+      cuts.push(node);
+      for (const part of node.parts) { order(part, depth + 1); node.now += part.now; }
+      node.row = (node.parts[0].row + node.parts[node.parts.length - 1].row) / 2;
+    };
+    order(spec.root, 0);
+    const deepest = Math.max(...leaves.map((leaf) => leaf.depth)), total = spec.clients || 1;
+    const places = [108], right = 132, high = leaves.length > 30 ? 17 : 26, bend = 34;
+    for (let d = 1; d <= deepest; d++) places.push(places[d - 1] + (cuts.some((cut) => cut.depth === d) ? 150 : 58)); // room for the labels of cuts
+    const stretch = Math.max(1, Math.min(1.5, (spec.room - right) / places[deepest]));
+    const width = places[deepest] * stretch + right, height = 36 + high * (leaves.length - 1);
+    const svg = draw("svg", { class: "plot tree", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": spec.title, tabindex: 0 }, host);
+    svg.style.width = `${width}px`; // a wide tree scrolls
+    const x = (node) => places[node.depth] * stretch, y = (node) => 18 + high * node.row;
+    const thick = (node) => 1.5 + 5 * Math.min(1, node.now / total);
+    const stroke = (node) => (node.cluster === undefined ? "var(--c7)" : colour(node.cluster));
+    const branch = (node, d) => draw("path", { class: "mark branch", d, fill: "none", stroke: stroke(node), "stroke-width": thick(node).toFixed(2), "stroke-opacity": 0.55, "stroke-dasharray": node.removed ? "3 3" : null }, svg);
+    branch(spec.root, `M0 ${y(spec.root)}H${x(spec.root)}`);
+    for (const cut of cuts) for (const part of cut.parts) {
+      const from = x(cut), mid = from + bend / 2;
+      branch(part, `M${from} ${y(cut)}C${mid} ${y(cut)} ${mid} ${y(part)} ${from + bend} ${y(part)}H${x(part)}`);
+    }
+    const above = (node, text) => draw("text", { x: x(node) - 9, y: y(node) - 4 - thick(node) / 2, "text-anchor": "end", text }, svg);
+    const below = (node, text) => draw("text", { x: x(node) - 9, y: y(node) + 11 + thick(node) / 2, "text-anchor": "end", text }, svg);
+    above(spec.root, `all ${total.toLocaleString("en")} clients`);
+    if (!spec.root.parts) below(spec.root, "no cut");
+    for (const cut of cuts) {
+      if (cut !== spec.root) above(cut, `${cut.size.toLocaleString("en")} signed`);
+      below(cut, `round ${cut.round}${known(cut.z) ? `, z = ${evidence(cut.z)}` : ""}`);
+      const node = draw("circle", { class: "mark node", cx: x(cut), cy: y(cut), r: 5, fill: "var(--ink)" }, svg);
+      node.addEventListener("pointermove", (event) => tip(event, [cut.text]));
+      node.addEventListener("pointerleave", untip);
+    }
+    for (const leaf of leaves) {
+      const gone = leaf.removed !== undefined;
+      draw("path", { class: "mark leaf", d: shape(gone ? 0 : leaf.cluster, x(leaf), y(leaf), 5), fill: gone ? "var(--card)" : colour(leaf.cluster), stroke: gone ? "var(--dim)" : null }, svg);
+      draw("text", { class: gone ? null : "strong", x: x(leaf) + 11, y: y(leaf) + 4, text: gone ? `empty since round ${leaf.removed}` : `${clusterName(leaf.cluster)}: ${counted(leaf.size)}` }, svg);
+    }
+  }
+  const counted = (n) => `${n.toLocaleString("en")} client${n === 1 ? "" : "s"}`;
+  const evidence = (v) => (!known(v) ? "–" : v >= 1e9 ? "∞" : Math.abs(v) >= 100 ? v.toFixed(0) : String(+v.toPrecision(2))); // as in the sentences
+
   // ---- points ----
 
   function points(host, spec) {
@@ -452,5 +502,5 @@ const Charts = (() => {
     return el("div", { class: "scroll" }, el("table", { class: spec.class || null }, spec.caption ? el("caption", { class: "dim" }, spec.caption) : null, el("thead", {}, el("tr", {}, heads)), body));
   }
 
-  return { el, draw, lines, stacked, flow, points, grid, bubbles, table, legend, colour, clusterName, short, percent, bytes, known, xAxis, yAxis, extent, untip };
+  return { el, draw, lines, stacked, flow, tree, evidence, points, grid, bubbles, table, legend, colour, clusterName, short, percent, bytes, known, xAxis, yAxis, extent, untip };
 })();

@@ -2,7 +2,7 @@
 // the server. `Report.show` can be called again with newer data; the reader's choices are kept.
 "use strict";
 const Report = (() => {
-  const { el, lines, stacked, flow, points, grid, bubbles, table, colour, clusterName, short, percent, bytes, known } = Charts;
+  const { el, lines, stacked, flow, tree, evidence, points, grid, bubbles, table, colour, clusterName, short, percent, bytes, known } = Charts;
   const choices = { run: 0, map: "pca", metric: "accuracy", against: "round", each: false, heat: "accuracy", situation: "" };
   const panels = new Map(); // id -> {node, host, extra, draw}
   let data = null, root = null, options = {};
@@ -173,12 +173,26 @@ const Report = (() => {
         (host) => flow(host, run.flow, "Moves of clients between clusters"), { wide: true,
           table: () => plain(["from round", "to round", "from", "to", "clients"], run.flow.links.flatMap((links, c) => links.map(([a, b, n]) => [run.flow.rounds[c], run.flow.rounds[c + 1], clusterName(a), clusterName(b), n])), [true, true, false, false, true]) });
     }
+    if (run.decisions) decisions(home, run.decisions, run.clients);
     if (run.map && run.clients) {
       const apart = Boolean(run.sizes); // else every client is a cluster of its own
       if (apart) map(home, run, "map-cluster", "Map of client models, by cluster", run.clients.cluster, clusterName);
       else if (!run.clients.group) map(home, run, "map-cluster", "Map of client models", run.clients.name.map(() => 0), () => "clients");
       if (run.clients.group) map(home, run, "map-group", apart ? "The same map, by true group" : "Map of client models, by true group", run.clients.group, (g) => run.groups[g] || `group ${g}`);
     }
+  }
+
+  function decisions(home, found, clients) {
+    const letters = ["z", "q", "t"], heads = ["round", "what", "clusters", "sizes", ...letters, "clients"];
+    const used = heads.map((name, i) => i).filter((i) => found.rows.some((row) => row[i] !== null));
+    const notes = [found.rows.some((row) => row[1] === "proposed") ? "A cut that is proposed is tried for a round." : "", found.hidden ? `${found.hidden.toLocaleString("en")} more are not listed, mostly refused cuts without new evidence.` : ""].filter(Boolean);
+    panel(home, "decisions", "Decisions", `${found.kinds} ${found.about}`, (host) => {
+      const drawing = el("div", { class: "sideways" });
+      const moves = found.moves.length ? el("ul", { class: "dim" }, found.moves.map((text) => el("li", {}, text))) : null;
+      const rows = table({ columns: used.map((i) => ({ name: heads[i], number: heads[i] === "round" || letters.includes(heads[i]), wide: heads[i] === "clients", show: letters.includes(heads[i]) ? evidence : undefined })), rows: found.rows.map((row) => used.map((i) => row[i])) });
+      host.replaceChildren(el("div", { class: "beside" }, drawing, moves), rows, el("p", { class: "dim" }, notes.join(" ")));
+      if (found.tree) tree(drawing, { title: "Cuts of clusters", root: found.tree, clients: clients ? clients.name.length : found.tree.size, room: host.clientWidth - (moves ? 320 : 0) });
+    }, { wide: true });
   }
 
   function map(home, run, id, title, labels, name) {
