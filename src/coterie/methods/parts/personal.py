@@ -61,6 +61,12 @@ def compare_mixes(block: Block, center: Tensor, shares: Tensor) -> tuple[Tensor,
     return losses, samples
 
 
+def as_told(losses: Tensor) -> Tensor:
+    """Losses [c, G] for the server: a mix that a client cannot judge has that of the center, which favours neither."""
+    plain = losses[:, : len(TURNS)].repeat(1, len(SHARES))
+    return losses.where(losses.isfinite(), plain).nan_to_num(posinf=0.0)
+
+
 def _losses(block: Block, params: Tensor, turn: Tensor, split: str) -> tuple[Tensor, Tensor]:
     task, grid = block.task, mixes(params.device)
     found, samples = [], []
@@ -92,6 +98,7 @@ def _wide(bias: Tensor, outputs: Tensor) -> Tensor:
 def choose_mix(block: Block, losses: Tensor, samples: Tensor, curve: Tensor) -> None:
     """Remember the best mix by a client's own losses [c, G] and by its cluster's `curve` [c, G]."""
     total = (samples.unsqueeze(1) * losses + PRIOR_SAMPLES * curve) / (samples.unsqueeze(1) + PRIOR_SAMPLES)
+    total = total.nan_to_num(nan=torch.inf, posinf=torch.inf)  # a model that has diverged
     least = total.min(1, keepdim=True).values
     # Of mixes that differ by rounding only, the first: the one that changes the center least.
     block.memory.put(_MIX, (total <= least + _ROUNDING * (1 + least)).to(torch.int8).argmax(1))
