@@ -247,7 +247,7 @@ class Coterie(SignedMethod[CoterieState]):
         is_signing = self._signs_now(state, engine)
         has_news = is_signing or not torch.equal(has_signature(state), signed)
         update = _Update(self, state, engine, keep=has_news or bool(state.proposals))
-        for chunk in self._train(state, engine, cohort[state.labels[cohort] >= 0], is_signing, rng.at("train")):
+        for chunk in self._train(state, engine, cohort[state.labels[cohort] >= 0], is_signing, rng):
             update.add(chunk)
         state = update.averaged()
         if state.proposals:
@@ -338,6 +338,8 @@ class Coterie(SignedMethod[CoterieState]):
         there = known.to(state.signatures.device)
         members = Signatures.of(state.signatures[there], state.counts[known])
         new = late[has_signature(state)[late]]
+        if not len(new):
+            return state
         signed = Signatures(state.signatures[new.to(there.device)], state.counts[new].to(state.signatures))
         labels, doubt = signatures.nearest(signed, members, state.labels[known], state.num_clusters)
         lost = (labels < 0).nonzero().flatten()
