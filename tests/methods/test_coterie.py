@@ -20,6 +20,7 @@ from coterie.engines.mock import MockEngine
 from coterie.errors import ConfigError
 from coterie.methods.coterie import (
     Coterie,
+    _Update,
     coarsened,
     restored,
     sign_at,
@@ -537,6 +538,58 @@ def test_a_client_that_moves_does_not_try_the_cut_of_its_old_cluster():
     assert after.labels.tolist() == [1, 0, 0, 1, 1, 1]
     assert after.tried.tolist() == [-1, 0, 1, 2, 3, 3]
     assert after.decisions[-1]["moves"] == [{"client": "client-0", "from_cluster": 0, "to_cluster": 1}]
+
+
+def test_the_parts_that_are_tried_are_means_of_those_who_signed():
+    """Clients 0 and 1 train, but have nothing to sign with."""
+    engine = mock(SMALL, PAYS)
+
+    def respond(step, client, sent, **more):
+        found = dict(original(step, client, sent, **more))
+        if "counts" in found and client < 2:
+            found |= {name: torch.zeros_like(found[name]) for name in ("signature", "contrast", "counts")}
+        return found
+
+    original, engine._respond = engine._respond, respond
+    warm, tried = driven(Coterie(warmup=1), engine, 2)
+    assert whats(tried) == [(2, "proposed")]
+    assert tried.tried[:2].tolist() == [-1, -1]
+    models = torch.stack([trained_by(client, warm.centers[0]) for client in range(SIDE)])
+    for client in (2, 3):
+        expected = mean_of(models[client::2], SAMPLES[client::2])
+        torch.testing.assert_close(tried.trials[tried.tried[client]], expected)
+    after = driven(Coterie(warmup=1), engine, 1, tried, first=3)[-1]
+    assert engine.calls[-2:] == [("train_member", [0, 1]), ("try_member", list(range(2, SIDE)))]
+    assert whats(after)[-1] == (3, "cut")
+    assert after.labels[:2].tolist() == [0, 0]  # they stay
+
+
+def test_a_client_whose_loss_has_risen_is_no_reason_to_cut():
+    state = driven(Coterie(warmup=1), mock(gap=20.0), 2)[-1]
+    state = replace(state, alarmed=torch.arange(SIDE) == 4)
+    engine = mock(gap=20.0)
+    engine.begin(8, "round")
+    update = _Update(Coterie(), state, engine, keep=True)
+    members, found = update._evidence(state, 0)
+    assert members.tolist() == [0, 2, *range(6, SIDE, 2)]
+    assert len(found) == 9
+    payload = {"sign": torch.ones(())}
+    refs = torch.zeros(SIDE, dtype=torch.int64)
+    for chunk in engine.call(
+        train_member, engine.everyone(), models=state.centers, refs=refs, payload=payload, rng=RNG
+    ):
+        update.add(chunk)
+    fresh, again = update._evidence(state, 0)
+    assert fresh.tolist() == members.tolist()
+    torch.testing.assert_close(again.first, found.first)
+
+
+def test_a_client_that_was_not_seen_is_served_with_the_common_model():
+    state = driven(Coterie(warmup=1), mock(gap=20.0), 2)[-1]
+    state = replace(state, labels=state.labels.index_fill(0, torch.tensor([3]), -1))
+    personal = Coterie().personal(state, torch.tensor([2, 3]))
+    assert torch.equal(personal.models[personal.refs], torch.stack([state.centers[0], state.common]))
+    assert personal.each["shares"].tolist() == [[0.5, 0.5], [0.0, 0.0]]
 
 
 def test_clients_that_join_try_no_cut():

@@ -288,6 +288,51 @@ def test_more_clients_than_are_merged_pair_by_pair(monkeypatch):
     assert adjusted_rand_score(true, answer.labels) == 1.0
 
 
+# ---- after merging ----
+
+
+def test_a_group_that_was_cut_without_reason_is_joined():
+    found, true = made([16, 8])
+    noise = Noise.of(found)
+    cut = torch.where(torch.arange(24) < 5, 2, true)
+    assert torch.equal(kinds._joined(found, cut, noise, Limits()), torch.where(true == 0, 0, 1))
+    assert torch.equal(kinds._joined(found, cut, noise, Limits(least=3)), cut)
+    assert int(kinds._joined(found, true, noise, Limits(most=1)).max()) == 0
+
+
+def test_a_group_of_clients_of_several_kinds_is_dissolved():
+    """Kinds differ in the first class only; five clients of each hold none of it, and are a group of their own."""
+    found, true = made([12, 12], classes=2, held=2)
+    same = drawn(torch.ones(24, 24).double(), found.counts[:, 1], 0.5 * torch.ones(24), Rng.seed(8))
+    found.first[:, 1], found.second[:, 1] = same.first, same.second
+    apart = torch.arange(24) % 12 < 5
+    found.counts[apart, 0] = 0
+    labels = torch.where(apart, 2, true)
+    answer = kinds._dissolved(found, labels, Noise.of(found), Limits())
+    assert set(answer.tolist()) == {0, 1}
+    assert adjusted_rand_score(true[~apart], answer[~apart]) == 1.0
+    assert torch.equal(kinds._dissolved(found, labels, Noise.of(found), Limits(least=3)), labels)
+
+
+def test_a_kind_is_not_dissolved():
+    found, true = made([9, 8, 7])
+    assert torch.equal(kinds._dissolved(found, true, Noise.of(found), Limits()), true)
+
+
+def test_the_mean_of_a_small_group_is_far_by_its_own_noise():
+    """Client 0 is 1.1 from client 1, the only other one in its group, and 0.5 from a large group.
+
+    Of the first distance, tr(S) / 4 = 1 is the noise of four samples; of the second, almost nothing.
+    """
+    rows = torch.tensor([0.0, math.sqrt(1.1), math.sqrt(0.5), math.sqrt(0.5)]).double().reshape(4, 1, 1)
+    counts = torch.tensor([2.0, 2.0, 4e3, 4e3]).double().reshape(4, 1, 1).expand(4, 1, 2)
+    noise = Noise(torch.tensor([4.0]).double(), torch.tensor([16.0]).double())
+    everyone, labels = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
+    assert int(kinds._nearest(Halves(rows, rows, counts), labels, everyone, noise)[0]) == 0
+    quiet = Noise(noise.size / 1e6, noise.spread)
+    assert int(kinds._nearest(Halves(rows, rows, counts), labels, everyone, quiet)[0]) == 1
+
+
 # ---- hard cases ----
 
 
