@@ -298,6 +298,9 @@ def test_a_group_that_was_cut_without_reason_is_joined():
     assert torch.equal(kinds._joined(found, cut, noise, Limits()), torch.where(true == 0, 0, 1))
     assert torch.equal(kinds._joined(found, cut, noise, Limits(least=3)), cut)
     assert int(kinds._joined(found, true, noise, Limits(most=1)).max()) == 0
+    assert adjusted_rand_score(true, kinds._settled(found, cut, noise, Limits())) == 1.0
+    one, _ = made([12])
+    assert not kinds._settled(one, torch.arange(12) % 2, Noise.of(one), Limits()).any()
 
 
 def test_a_group_of_clients_of_several_kinds_is_dissolved():
@@ -311,6 +314,9 @@ def test_a_group_of_clients_of_several_kinds_is_dissolved():
     answer = kinds._dissolved(found, labels, Noise.of(found), Limits())
     assert set(answer.tolist()) == {0, 1}
     assert adjusted_rand_score(true[~apart], answer[~apart]) == 1.0
+    settled = kinds._settled(found, labels, Noise.of(found), Limits())
+    assert set(settled.tolist()) == {0, 1}
+    assert adjusted_rand_score(true[~apart], settled[~apart]) == 1.0
     assert torch.equal(kinds._dissolved(found, labels, Noise.of(found), Limits(least=3)), labels)
 
 
