@@ -50,7 +50,7 @@ class Mixture:
 
     models: Models  # refs [c, m]; clients may share rows of the table
     weights: Tensor  # [c, m]; rows sum to 1
-    bias: Tensor | None = None  # [c, m, L], added to the outputs of each model before they are mixed
+    bias: Tensor | None = None  # [c, m, L], added to the first outputs of each model before they are mixed
 
     @classmethod
     def of_one(cls, params: Tensor) -> Mixture:
@@ -75,13 +75,14 @@ class Mixture:
 def mixed_outputs(outputs: Tensor, weights: Tensor, num_classes: int) -> Tensor:
     """Mix outputs [m, n, ...] with weights [m, n]: the logarithm of mixed probabilities, or the mean of numbers.
 
-    One model keeps its outputs, so that it may have any loss.
+    One model keeps its outputs, so that it may have any loss. A model of weight 0 has no say, whatever its outputs.
     """
     if len(outputs) == 1:
         return outputs[0]
+    weights = weights.reshape(*weights.shape, *[1] * (outputs.dim() - 2))
     if not num_classes:
-        return (outputs * weights.reshape(*weights.shape, *[1] * (outputs.dim() - 2))).sum(0)
-    return torch.logsumexp(outputs.log_softmax(2) + weights.clamp_min(1e-30).log().unsqueeze(2), dim=0)
+        return (outputs * weights).where(weights > 0, 0.0).sum(0)
+    return torch.logsumexp((outputs.log_softmax(2) + weights.log()).where(weights > 0, -torch.inf), dim=0)
 
 
 class Memory(Protocol):

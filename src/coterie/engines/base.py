@@ -326,7 +326,8 @@ def unusable(answer: Mapping[str, Tensor], count: int, sent: Tensor | None) -> d
             finite &= torch.isfinite(length)
             large |= too_large(length, sent)
         elif tensor.is_floating_point():
-            finite &= torch.isfinite(tensor.flatten(1).sum(1) if tensor.dim() > 1 else tensor)
+            wide = torch.promote_types(tensor.dtype, torch.float32)  # a sum of half precision overflows
+            finite &= torch.isfinite(tensor.flatten(1).sum(1, dtype=wide) if tensor.dim() > 1 else tensor)
     return {NOT_FINITE: ~finite, TOO_LARGE: finite & large}
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from coterie.methods.parts.averaging import fits_in_memory
 from coterie.methods.parts.centers import REST, CenterState, SignedMethod, has_risen, has_signature, watched
 from coterie.methods.parts.guard import rechosen, with_misplaced
 from coterie.methods.parts.kinds import CLEAR, SURE, WORTH, Halves, Kinds, Limits, Noise, find_kinds
-from coterie.methods.parts.personal import NUM_MIXES, choose_mix, compare_mixes, served
+from coterie.methods.parts.personal import NUM_MIXES, as_told, choose_mix, compare_mixes, served
 from coterie.methods.parts.signatures import Signatures
 from coterie.methods.parts.start import by_signature, chosen_by_loss, find_clusters, signatures_tell
 from coterie.nets.flat import Layout
@@ -79,7 +79,7 @@ def train_member(
     if shares is not None and curve is not None:
         losses, samples = compare_mixes(block, models, shares)
         choose_mix(block, losses, samples, curve)
-        found |= {"losses": losses.nan_to_num(posinf=0.0).to(models.table.dtype), "held": samples}
+        found |= {"losses": as_told(losses).to(models.table.dtype), "held": samples}
         if watch is not None:
             found["alarm"] = has_risen(block, losses[:, 0])
     else:
@@ -99,7 +99,7 @@ def try_member(block: Block, models: Models, work: SGD, shares: Tensor, curve: T
     tried = Models(models.table, models.refs[:, 1])
     losses, _ = compare_mixes(block, tried, shares)
     found = train_member(block, Models(models.table, models.refs[:, 0]), work, shares, curve)
-    return Answer(**found, tried=losses.nan_to_num(posinf=0.0).to(models.table.dtype))
+    return Answer(**found, tried=as_told(losses).to(models.table.dtype))
 
 
 @client_step("coterie.coterie:sign_at")
@@ -160,7 +160,7 @@ def signature_shape(task: Task, by_class: bool) -> tuple[int, int]:
 class CoterieState(CenterState):
     """The clusters, the evidence for them, and the cuts that are tried."""
 
-    of_clients: ClassVar[tuple[str, ...]] = (*CenterState.of_clients, "contrasts", "tried")
+    of_clients: ClassVar[tuple[str, ...]] = (*CenterState.of_clients, "contrasts")
 
     contrasts: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, L, D] differences of the signatures' halves
     shares: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, L] label proportions; 0: unknown
@@ -169,6 +169,11 @@ class CoterieState(CenterState):
     tried: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N] rows of `trials`; -1: none
     trials: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, P] centers of proposed parts
     proposals: list[Decision] = field(default_factory=list)  # the cuts that are tried in this round
+
+    def with_more_clients(self, count: int) -> Self:
+        """See `ClusterState`; new clients try no cut."""
+        tried = torch.nn.functional.pad(self.tried, (0, count), value=-1)
+        return replace(super().with_more_clients(count), tried=tried)
 
 
 @register
@@ -241,7 +246,7 @@ class Coterie(SignedMethod[CoterieState]):
         is_signing = self._signs_now(state, engine)
         has_news = is_signing or not torch.equal(has_signature(state), signed)
         update = _Update(self, state, engine, keep=has_news or bool(state.proposals))
-        for chunk in self._train(state, engine, cohort[state.labels[cohort] >= 0], is_signing, rng.at("train")):
+        for chunk in self._train(state, engine, cohort[state.labels[cohort] >= 0], is_signing, rng):
             update.add(chunk)
         state = update.averaged()
         if state.proposals:
@@ -332,16 +337,18 @@ class Coterie(SignedMethod[CoterieState]):
         for chunk in self.sign(state, engine, late, rng.at("sign")):
             state = _with_signatures(state, chunk)
         if state.num_clusters == 1 or not signatures_tell(replace(state, counts=state.counts * known.unsqueeze(1))):
-            labels = torch.zeros_like(late) if state.num_clusters == 1 else chosen_by_loss(state, engine, late, rng)
+            labels = torch.zeros_like(late) if state.num_clusters == 1 else _by_loss(state, engine, late, rng)
             return replace(state, labels=state.labels.index_copy(0, late, labels))
         there = known.to(state.signatures.device)
         members = Signatures.of(state.signatures[there], state.counts[known])
         new = late[has_signature(state)[late]]
+        if not len(new):
+            return state
         signed = Signatures(state.signatures[new.to(there.device)], state.counts[new].to(state.signatures))
         labels, doubt = signatures.nearest(signed, members, state.labels[known], state.num_clusters)
         lost = (labels < 0).nonzero().flatten()
         if len(lost):  # they share no class with any member
-            labels[lost] = chosen_by_loss(state, engine, new[lost], rng.at("lost"))
+            labels[lost] = _by_loss(state, engine, new[lost], rng.at("lost"))
         pending = state.pending.index_copy(0, new, doubt)
         return replace(state, labels=state.labels.index_copy(0, new, labels), pending=pending)
 
@@ -363,7 +370,8 @@ class Coterie(SignedMethod[CoterieState]):
         ]
         risen = int(state.alarmed[moved].sum())
         decision = Decision(round=engine.round, what="move", clusters=[], moves=moves, loss_rose=risen)
-        return replace(after, decisions=[*after.decisions, decision])
+        tried = after.tried.index_fill(0, moved, -1)  # the cut that they were to try is not of their cluster
+        return replace(after, tried=tried, decisions=[*after.decisions, decision])
 
     def assign(self, state: CoterieState, engine: Engine, newcomers: Tensor, rng: Rng) -> Tensor:
         """A newcomer signs and joins the cluster of the nearest signatures; if they do not tell, it chooses by loss."""
@@ -375,6 +383,12 @@ class Coterie(SignedMethod[CoterieState]):
         """The client's mix of its center and its own model, or with `serve=kind` its center."""
         plain = super().personal(state, clients)
         return plain if self.serve == "kind" else replace(plain, serve=served, each=_told(state, state.labels[clients]))
+
+
+def _by_loss(state: CoterieState, engine: Engine, clients: Tensor, rng: Rng) -> Tensor:
+    """The clusters that clients [n] choose by loss; one that does not answer keeps its own."""
+    chosen = chosen_by_loss(state, engine, clients, rng)
+    return torch.where(chosen < 0, state.labels[clients], chosen)
 
 
 def _told(state: CoterieState, labels: Tensor) -> dict[str, Tensor]:

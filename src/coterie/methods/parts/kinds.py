@@ -246,6 +246,8 @@ def _dissolved(found: Halves, labels: Tensor, noise: Noise, limits: Limits) -> T
     for group in sizes.argsort(stable=True).tolist():
         mine = labels == group
         left = _nearest(found, labels, everyone & ~mine, noise)
+        if bool((left[mine] == group).any()):
+            continue  # a member shares no class with any other group
         tried = torch.where(mine, left, labels)
         parts = torch.where(mine, len(sizes) + left, labels)  # those who leave, by where they go
         used, numbered = parts.unique(return_inverse=True)

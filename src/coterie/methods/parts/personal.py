@@ -67,6 +67,12 @@ def compare_mixes(block: Block, center: Models, shares: Tensor) -> tuple[Tensor,
     return losses, samples
 
 
+def as_told(losses: Tensor) -> Tensor:
+    """Losses [c, G] for the server: a mix that a client cannot judge has that of the center, which favours neither."""
+    plain = losses[:, : len(TURNS)].repeat(1, len(SHARES))
+    return losses.where(losses.isfinite(), plain).nan_to_num(posinf=0.0)
+
+
 def _losses(block: Block, models: Models, turn: Tensor, split: SplitName) -> tuple[Tensor, Tensor]:
     """The mean loss of each mix on samples of a split, [c, G], and the numbers of samples [c]."""
     task, found, samples = block.task, [], []
@@ -91,6 +97,7 @@ def _wide(bias: Tensor, outputs: Tensor) -> Tensor:
 def choose_mix(block: Block, losses: Tensor, samples: Tensor, curve: Tensor) -> None:
     """Remember the best mix by a client's own losses [c, G] and by its cluster's `curve` [c, G]."""
     total = (samples.unsqueeze(1) * losses + PRIOR_SAMPLES * curve) / (samples.unsqueeze(1) + PRIOR_SAMPLES)
+    total = total.nan_to_num(nan=torch.inf, posinf=torch.inf)  # a model that has diverged
     least = total.min(1, keepdim=True).values
     # Of mixes that differ by rounding only, the first: the one that changes the center least.
     block.memory.put(_MIX, (total <= least + _ROUNDING * (1 + least)).to(torch.int8).argmax(1))

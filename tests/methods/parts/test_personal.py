@@ -1,0 +1,376 @@
+"""Personal models: mixes against an explicit loop over the formula, and the choice between them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from coterie.client.block import Mixture, Models, mixed_outputs
+from coterie.client.steps import OWN_MODEL
+from coterie.data.federation import Federation, Split
+from coterie.data.transforms import Rotate, SwapLabels
+from coterie.engines import make_engine
+from coterie.methods.fedavg import FedAvg
+from coterie.methods.parts import personal
+from coterie.methods.parts.personal import (
+    NUM_MIXES,
+    PRIOR_SAMPLES,
+    SHARES,
+    TURNS,
+    as_told,
+    choose_mix,
+    compare_mixes,
+    label_turn,
+    mixes,
+    served,
+)
+from coterie.randomness import Rng
+from tests.helpers import ragged_federation, setup_of
+
+CPU = torch.device("cpu")
+FIVE = torch.arange(5)
+WITHOUT_OWN = len(TURNS)  # the first mixes have a = 0
+
+
+def sent(params):
+    """One model per client, as rows of a table."""
+    return Models(params, torch.arange(len(params)))
+
+
+def block_of(federation, clients=FIVE, **changes):
+    setup = setup_of(FedAvg(), federation, **changes)
+    engine = make_engine(setup.engine, setup.task(), setup.federation(), "cpu", setup.engine_settings)
+    return engine.block_of(clients, engine.plan)
+
+
+def models_of(block, seed=3):
+    size = block.task.layout.size
+    return torch.stack([Rng.seed(seed).at(i).normal(size) for i in range(len(block))])
+
+
+def module() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+
+
+def outputs_by_hand(params, x, made=module):
+    network = made()
+    nn.utils.vector_to_parameters(params.clone(), network.parameters())
+    return network(x.double()).detach()
+
+
+def losses_by_hand(federation, client, center, own, turn, split):
+    """The mean loss of each mix, by the formula of the module, sample after sample."""
+    x, y = federation.samples(client, split)
+    of_center, of_own = outputs_by_hand(center, x), outputs_by_hand(own, x).softmax(1)
+    found = []
+    for share in SHARES:
+        for turned in TURNS:
+            turned_center = (of_center + turned * turn).softmax(1)
+            wanted = [
+                -math.log((1 - share) * float(turned_center[i, label]) + share * float(of_own[i, label]))
+                for i, label in enumerate(y.tolist())
+            ]
+            found.append(sum(wanted) / len(wanted))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def without_valid(federation, clients):
+    """The federation in which these clients hold nothing out."""
+    none = torch.empty(0, dtype=torch.int64)
+    rows = [none if i in clients else federation.valid.rows(i) for i in range(len(federation))]
+    return replace(federation, valid=Split.of(rows))
+
+
+SHARES_OF_LABELS = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.0, 0.0, 0.0], [0.2, 0.2, 0.6], [0.4, 0.4, 0.2]])
+
+
+# ---- the turn ----
+
+
+def uneven() -> Federation:
+    held = [[0, 1, 2, 0, 1, 2, 0], [0, 2, 2, 2], [1] * 11, [2]]
+    x = Rng.seed(4).normal(sum(map(len, held)), 1, 4, 4).float()
+    parts = x.split([len(y) for y in held])
+    clients = {f"c{i}": (part, torch.tensor(y)) for i, (part, y) in enumerate(zip(parts, held, strict=True))}
+    return replace(Federation.from_clients(clients, test=0.0, valid=0.0), num_classes=3)
+
+
+def test_the_turn_is_the_logarithm_of_proportions():
+    """Own counts, and two samples of the cluster's proportions."""
+    block = block_of(uneven(), torch.arange(4))
+    counts = torch.tensor([[3, 2, 2], [1, 0, 3], [0, 11, 0], [0, 0, 1]])
+    assert torch.equal(block.label_counts(), counts)
+    shares = torch.tensor([0.5, 0.3, 0.2]).double().expand(4, 3)
+    found = label_turn(block, shares)
+    for client in range(4):
+        for label in range(3):
+            own = (counts[client, label] + 2 * shares[client, label]) / (counts[client].sum() + 2)
+            assert float(found[client, label]) == pytest.approx(math.log(own / shares[client, label]))
+    # The cluster's proportions, turned, are the client's own.
+    torch.testing.assert_close((shares.log() + found).exp().sum(1), torch.ones(4).double())
+
+
+def test_a_client_with_its_clusters_proportions_is_not_turned():
+    block = block_of(uneven(), torch.tensor([0]))
+    shares = torch.tensor([[3.0, 2.0, 2.0]]).double() / 7
+    torch.testing.assert_close(label_turn(block, shares), torch.zeros(1, 3).double())
+
+
+def test_unknown_proportions_turn_nothing():
+    block = block_of(uneven(), torch.arange(2))
+    shares = torch.tensor([[0.0, 0.0, 0.0], [0.6, 0.2, 0.2]]).double()
+    found = label_turn(block, shares)
+    assert found[0].tolist() == [0.0, 0.0, 0.0]
+    assert found[1].abs().min() > 0
+    assert label_turn(block, shares[:, :0]).shape == (2, 0)
+
+
+def test_a_class_that_the_cluster_has_never_seen_is_finite():
+    block = block_of(uneven(), torch.tensor([3, 2]))
+    found = label_turn(block, torch.tensor([[0.5, 0.5, 0.0]]).double().expand(2, 3))
+    assert bool(found.isfinite().all())
+    assert found[0, 2] == found[0].max()  # it holds only this class
+    assert found[1, 2] == 0  # neither of them holds it
+
+
+# ---- comparing ----
+
+
+def test_mixes_without_the_own_model_come_first():
+    grid = mixes(CPU)
+    assert grid.shape == (NUM_MIXES, 2)
+    assert grid[:WITHOUT_OWN].tolist() == [[0.0, turn] for turn in TURNS]
+    assert bool((grid[WITHOUT_OWN:, 0] > 0).all())
+    assert grid[0].tolist() == [0.0, 0.0]  # the center as it is
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 8192])
+def test_losses_are_those_of_the_formula(at_once):
+    """Clients of different sizes, one that sees turned inputs, one with exchanged labels; in pieces of any size."""
+    federation = replace(
+        ragged_federation(5), views=((), (Rotate(90),), (SwapLabels(0, 2),)), view=torch.tensor([0, 1, 0, 2, 0])
+    )
+    block = block_of(federation, torch.tensor([3, 0, 2, 1, 4]))
+    block._at_once = at_once
+    center, own = models_of(block), models_of(block, seed=9)
+    block.memory.put(OWN_MODEL, own)
+    shares = SHARES_OF_LABELS.double()
+    turn = label_turn(block, shares)
+    losses, samples = compare_mixes(block, sent(center), shares)
+    assert losses.shape == (5, NUM_MIXES)
+    for place, client in enumerate(block.clients.tolist()):
+        expected = losses_by_hand(federation, client, center[place], own[place], turn[place], "valid")
+        torch.testing.assert_close(losses[place], expected, rtol=1e-9, atol=1e-12)
+        assert int(samples[place]) == len(federation.valid.rows(client)) > 0
+    assert len(losses.unique()) == 4 * 13 + 5  # the turn does not matter where a = 1, nor to the third client
+
+
+def test_without_an_own_model_there_is_only_the_center():
+    block = block_of(ragged_federation(5))
+    shares = torch.zeros(5, 3).double()
+    losses, _ = compare_mixes(block, sent(models_of(block)), shares)
+    torch.testing.assert_close(losses, losses[:, :1].expand_as(losses))
+
+
+def test_numbers_are_mixed_as_numbers():
+    rng = Rng.seed(1)
+    clients = {f"c{i}": (rng.at("x", i).normal(12, 4).float(), rng.at("y", i).normal(12, 1).float()) for i in range(3)}
+    federation = Federation.from_clients(clients, valid=0.25)
+    assert federation.num_classes == 0
+    block = block_of(federation, torch.arange(3), model=lambda: nn.Linear(4, 1), model_settings={}, loss="mse")
+    center, own = models_of(block), models_of(block, seed=9)
+    block.memory.put(OWN_MODEL, own)
+    losses, _ = compare_mixes(block, sent(center), torch.zeros(3, 0).double())
+    for client in range(3):
+        x, y = federation.samples(client, "valid")
+        one, other = (outputs_by_hand(row[client], x, lambda: nn.Linear(4, 1).double()) for row in (center, own))
+        expected = [
+            float(((1 - a) * one + a * other - y.double()).square().mean()) for a in SHARES for _ in range(len(TURNS))
+        ]
+        assert losses[client].tolist() == pytest.approx(expected)
+
+
+def test_a_client_without_held_out_samples_judges_by_training_samples_and_not_its_own_model():
+    federation = without_valid(ragged_federation(5), {1, 4})
+    block = block_of(federation)
+    center, own, shares = models_of(block), models_of(block, seed=9), SHARES_OF_LABELS.double()
+    block.memory.put(OWN_MODEL, own)
+    losses, samples = compare_mixes(block, sent(center), shares)
+    turn = label_turn(block, shares)
+    for client in range(5):
+        split = "train" if client in (1, 4) else "valid"
+        expected = losses_by_hand(federation, client, center[client], own[client], turn[client], split)
+        if split == "train":
+            expected[WITHOUT_OWN:] = torch.inf
+        torch.testing.assert_close(losses[client], expected, rtol=1e-9, atol=1e-12)
+        assert int(samples[client]) == len(federation.split(split).rows(client))
+
+
+def test_where_nobody_holds_anything_out_all_judge_by_training_samples():
+    federation = without_valid(ragged_federation(5), set(range(5)))
+    block = block_of(federation)
+    center, shares = models_of(block), SHARES_OF_LABELS.double()
+    losses, samples = compare_mixes(block, sent(center), shares)
+    turn = label_turn(block, shares)
+    for client in range(5):
+        expected = losses_by_hand(federation, client, center[client], center[client], turn[client], "train")
+        torch.testing.assert_close(losses[client, :WITHOUT_OWN], expected[:WITHOUT_OWN], rtol=1e-9, atol=1e-12)
+    assert bool(losses[:, WITHOUT_OWN:].isinf().all())
+    assert torch.equal(samples, block.samples)
+
+
+def test_a_model_that_has_diverged_spoils_only_mixes_with_it():
+    block = block_of(ragged_federation(5))
+    center, shares = models_of(block), SHARES_OF_LABELS.double()
+    fine, _ = compare_mixes(block, sent(center), shares)
+    block.memory.put(OWN_MODEL, torch.full_like(center, torch.nan))
+    losses, samples = compare_mixes(block, sent(center), shares)
+    torch.testing.assert_close(losses[:, :WITHOUT_OWN], fine[:, :WITHOUT_OWN])
+    assert bool(losses[:, WITHOUT_OWN:].isnan().all())
+    choose_mix(block, losses, samples, torch.zeros_like(losses))
+    mixture = served(block, Models(center, FIVE), block.task.work, shares, torch.zeros_like(losses))
+    assert bool((mixture.weights[:, 0] == 1).all())
+    chosen = block.memory.get(personal._MIX, FIVE)
+    assert chosen.tolist() != [0] * 5
+    expected = fine.gather(1, chosen.unsqueeze(1))[:, 0]
+    torch.testing.assert_close(block.evaluate_mixture(mixture, "valid")["loss"], expected)
+
+
+def test_what_a_client_cannot_judge_favours_nothing():
+    """The server averages losses over clients: a mix that is missing must be neither good nor bad."""
+    losses = torch.full((2, NUM_MIXES), 0.3).double()
+    losses[0] = torch.arange(NUM_MIXES).double()
+    losses[1, :WITHOUT_OWN] = torch.tensor([0.9, 0.7, 0.8], dtype=torch.float64)
+    losses[1, WITHOUT_OWN:] = torch.inf
+    told = as_told(losses)
+    assert torch.equal(told[0], losses[0])
+    assert told[1].tolist() == [0.9, 0.7, 0.8] * len(SHARES)
+    assert as_told(torch.full((1, NUM_MIXES), torch.nan)).tolist() == [[0.0] * NUM_MIXES]
+
+
+# ---- choosing ----
+
+
+class Remembering:
+    """A block that only remembers."""
+
+    def __init__(self):
+        self.memory, self.kept = self, {}
+
+    def put(self, name, value):
+        self.kept[name] = value.clone()
+
+
+def chosen_of(losses, samples, curve):
+    block = Remembering()
+    choose_mix(block, torch.tensor(losses).double(), torch.tensor(samples), torch.tensor(curve).double())
+    [found] = block.kept.values()
+    return found.tolist()
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(0, 1), (19, 1), (21, 2), (1000, 2)])
+def test_the_cluster_counts_as_so_many_samples(samples, expected):
+    """By its own samples a client prefers the third mix by 0.1, by its cluster the second by as much."""
+    assert PRIOR_SAMPLES == 20
+    assert chosen_of([[0.9, 0.6, 0.5]], [samples], [[0.9, 0.5, 0.6]]) == [expected]
+
+
+def test_of_equal_mixes_the_first():
+    assert chosen_of([[0.5, 0.5, 0.5]], [9], [[0.1, 0.1, 0.1]]) == [0]
+    assert chosen_of([[0.5 + 1e-6, 0.5, 0.5 - 1e-6]], [10**6], [[0.0, 0.0, 0.0]]) == [0]  # by rounding
+    assert chosen_of([[0.5 + 1e-3, 0.5, 0.5 - 1e-6]], [10**6], [[0.0, 0.0, 0.0]]) == [1]
+
+
+def test_each_client_chooses_by_itself():
+    losses, curve = [[1.0, 2.0, 0.5], [0.1, 2.0, 0.5]], [[0.0, 0.0, 0.0]] * 2
+    assert chosen_of(losses, [5, 5], curve) == [2, 0]
+
+
+def test_what_cannot_be_judged_is_not_chosen():
+    """Although the cluster prefers it by far."""
+    assert chosen_of([[0.9, 0.8, torch.inf]], [1], [[9.0, 9.0, 0.0]]) == [1]
+    assert chosen_of([[0.9, 0.8, torch.nan]], [1], [[9.0, 9.0, 0.0]]) == [1]
+    assert chosen_of([[torch.nan] * 3], [1], [[9.0, 9.0, 0.0]]) == [0]
+
+
+# ---- serving ----
+
+
+def test_what_is_served_scores_as_the_mix_that_was_chosen():
+    block = block_of(ragged_federation(5))
+    center, own, shares = models_of(block), models_of(block, seed=9), SHARES_OF_LABELS.double()
+    block.memory.put(OWN_MODEL, own)
+    losses, _ = compare_mixes(block, sent(center), shares)
+    for mix in range(NUM_MIXES):
+        block.memory.put(personal._MIX, torch.full((5,), mix))
+        mixture = served(block, Models(center, FIVE), block.task.work, shares, torch.zeros_like(losses))
+        torch.testing.assert_close(block.evaluate_mixture(mixture, "valid")["loss"], losses[:, mix])
+
+
+def test_weights_and_bias_of_what_is_served():
+    block = block_of(ragged_federation(5))
+    center, own, shares = models_of(block), models_of(block, seed=9), SHARES_OF_LABELS.double()
+    block.memory.put(OWN_MODEL, own)
+    block.memory.put(personal._MIX, torch.tensor([0, 1, 5, 7, 14]))
+    mixture = served(block, Models(center, FIVE), block.task.work, shares, torch.zeros(5, NUM_MIXES).double())
+    assert mixture.weights.tolist() == [[1, 0], [1, 0], [0.75, 0.25], [0.5, 0.5], [0, 1]]
+    assert torch.equal(mixture.params[:, 0], center)
+    assert torch.equal(mixture.params[:, 1], own)
+    turn = label_turn(block, shares)
+    for client, turned in enumerate((0.0, 0.5, 1.0, 0.5, 1.0)):
+        torch.testing.assert_close(mixture.bias[client, 0], turned * turn[client])
+    assert not mixture.bias[:, 1].any()  # the own model has the client's proportions already
+
+
+def test_without_classes_there_is_no_bias():
+    block = block_of(ragged_federation(5))
+    nothing, curve = torch.zeros(5, 0).double(), torch.zeros(5, NUM_MIXES).double()
+    assert served(block, Models(models_of(block), FIVE), block.task.work, nothing, curve).bias is None
+
+
+def test_a_newcomer_takes_the_clusters_best_mix_without_an_own_model():
+    """Clients 1 and 3 took part, the others did not; the curve prefers mixes that newcomers do not have."""
+    block = block_of(ragged_federation(5))
+    center, shares = models_of(block), SHARES_OF_LABELS.double()
+    own = models_of(block_of(ragged_federation(5), torch.tensor([1, 3])), seed=9)
+    members = block_of(ragged_federation(5), torch.tensor([1, 3]))
+    members.memory.put(OWN_MODEL, own)
+    members.memory.put(personal._MIX, torch.tensor([14, 3]))
+    block.memory = type(block.memory)(members.memory._tensors, block.clients, 5)
+    curve = torch.linspace(2, 1, NUM_MIXES).double().repeat(5, 1)
+    curve[2, 0] = 0.5
+    mixture = served(block, Models(center, FIVE), block.task.work, shares, curve)
+    assert mixture.weights.tolist() == [[1, 0], [0, 1], [1, 0], [0.75, 0.25], [1, 0]]
+    turn = label_turn(block, shares)
+    torch.testing.assert_close(mixture.bias[[0, 4], 0], turn[[0, 4]])  # the third mix: all of the turn
+    assert not mixture.bias[2].any()  # the first
+    assert torch.equal(mixture.params[0, 1], center[0])
+    assert torch.equal(mixture.params[[1, 3], 1], own)
+
+
+def test_a_network_may_have_more_outputs_than_there_are_classes():
+    network = lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 5))  # noqa: E731
+    block = block_of(ragged_federation(5), model=network, model_settings={})
+    center, shares = models_of(block), SHARES_OF_LABELS.double()
+    block.memory.put(OWN_MODEL, models_of(block, seed=9))
+    losses, samples = compare_mixes(block, sent(center), shares)
+    choose_mix(block, losses, samples, torch.zeros_like(losses))
+    mixture = served(block, Models(center, FIVE), block.task.work, shares, losses)
+    found = block.evaluate_mixture(mixture, "valid")["loss"]
+    torch.testing.assert_close(found, losses.min(1).values, rtol=1e-4, atol=1e-4)
+
+
+# ---- a model of weight 0 ----
+
+
+def test_a_model_of_weight_zero_has_no_say():
+    outputs = torch.tensor([[[2.0, 0.0]], [[torch.nan, torch.inf]]])
+    weights = torch.tensor([[1.0], [0.0]])
+    assert torch.equal(mixed_outputs(outputs, weights, num_classes=2), outputs[0].log_softmax(1))
+    assert torch.equal(mixed_outputs(outputs, weights, num_classes=0), outputs[0])
+    broken = Mixture(Models(torch.zeros(2, 1), torch.tensor([[0, 1]])), weights.T).mixed(outputs, torch.tensor([0]), 2)
+    assert bool(broken.isfinite().all())
