@@ -36,10 +36,18 @@ from coterie.errors import ConfigError
 from coterie.methods.base import ClusterState, Decision, Move, Personal, register
 from coterie.methods.parts import signatures
 from coterie.methods.parts.averaging import fits_in_memory
-from coterie.methods.parts.centers import REST, CenterState, SignedMethod, has_risen, has_signature, watched
+from coterie.methods.parts.centers import (
+    REST,
+    CenterState,
+    SignedMethod,
+    has_risen,
+    has_signature,
+    watched,
+    without_signatures,
+)
 from coterie.methods.parts.guard import rechosen, with_misplaced
 from coterie.methods.parts.kinds import CLEAR, SURE, WORTH, Halves, Kinds, Limits, Noise, find_kinds
-from coterie.methods.parts.personal import NUM_MIXES, as_told, choose_mix, compare_mixes, served
+from coterie.methods.parts.personal import NUM_MIXES, as_told, choose_mix, compare_mixes, finish_own, served
 from coterie.methods.parts.signatures import Signatures
 from coterie.methods.parts.start import by_signature, chosen_by_loss, find_clusters, signatures_tell
 from coterie.nets.flat import Layout
@@ -53,6 +61,8 @@ _MOST_CLUSTERS = 100
 _BETTER, _FEWEST = 2.0, 4  # a cut is made if its members gain so many standard errors; members that must have tried it
 _ENOUGH = 16  # clients that must have signed before kinds are looked for, or all
 _AGAIN = 6  # rounds after the first signing in which clients sign again; then 18, 42, ...
+_FINISH, _LONGEST = 0.15, 20  # the own model is finished by this share of the run's work, or so many epochs
+_FEW = 10  # models: a center of fewer is served as a mean over rounds
 _HALF, _TINY = 6e4, 1e-30  # about the largest number of half precision
 _LARGE = 1e9  # in place of infinity, which JSON does not have
 _FADES = 0.5  # how much a cluster's past preference for mixes counts in a round
@@ -70,10 +80,12 @@ def train_member(
     curve: Tensor | None = None,
     watch: Tensor | None = None,
     sign: Tensor | None = None,
+    finish: Tensor | None = None,
 ) -> Answer:
     """Train the center and keep the result; before, watch its loss, and compare mixes on held-out samples.
 
-    With `sign`, sign at the center; it is positive if classes are told apart.
+    With `sign`, sign at the center; it is positive if classes are told apart. With `finish`, train the own model for so
+    many rounds' worth of work more, and keep it where held-out samples prefer it.
     """
     found: dict[str, Tensor] = {}
     if shares is not None and curve is not None:
@@ -86,6 +98,8 @@ def train_member(
         found |= watched(block, models, watch)
     trained = block.train(models, work)
     block.memory.put(OWN_MODEL, trained)
+    if finish is not None and shares is not None and curve is not None:
+        finish_own(block, models, trained, lengthened(work, float(finish)), shares, curve)
     if sign is not None:  # at the same coarse model as clients that sign later
         layout = block.task.layout
         table = torch.stack([restored(*coarsened(row, layout), layout) for row in models.table])
@@ -108,6 +122,13 @@ def sign_at(block: Block, models: None, work: SGD, coarse: Tensor, scales: Tenso
     row = restored(coarse, scales, block.task.layout).unsqueeze(0)
     refs = torch.zeros(len(block), dtype=torch.int64, device=row.device)
     return Answer(**signed_halves(block, Models(row.to(block.initial), refs), bool(sign > 0)))
+
+
+def lengthened(work: SGD, rounds: float) -> SGD:
+    """The local work of so many rounds in one, at least one epoch or step, and not more than `_LONGEST` epochs."""
+    if work.steps is not None:
+        return replace(work, steps=max(1, round(rounds * work.steps)))
+    return replace(work, epochs=max(1, min(_LONGEST, round(rounds * work.epochs))))
 
 
 def coarsened(model: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -165,6 +186,8 @@ class CoterieState(CenterState):
     contrasts: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, L, D] differences of the signatures' halves
     shares: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, L] label proportions; 0: unknown
     curves: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, G] mean held-out losses of mixes
+    served: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, P] centers, as means over rounds if few answer
+    behind: Tensor = field(default_factory=lambda: torch.empty(0))  # [K] models in the mean of a served center
     signed_in: int = 0  # the round at whose center clients sign; 0: not yet
     tried: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N] rows of `trials`; -1: none
     trials: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, P] centers of proposed parts
@@ -207,6 +230,8 @@ class Coterie(SignedMethod[CoterieState]):
             counts=torch.zeros(engine.num_clients, classes, dtype=torch.int64),
             shares=zeros.new_zeros(1, classes if classes > 1 else 0),
             curves=zeros.new_zeros(1, NUM_MIXES),
+            served=engine.initial().unsqueeze(0),
+            behind=zeros.new_zeros(1),
             tried=torch.full((engine.num_clients,), -1, dtype=torch.int64),
             trials=engine.initial().unsqueeze(0)[:0],
         )
@@ -241,7 +266,7 @@ class Coterie(SignedMethod[CoterieState]):
         """Place new clients, train, average; look for kinds if clients signed; let clients choose anew."""
         if not state.signed_in and engine.round > self.warmup:
             state = replace(state, common=state.centers[0], signed_in=engine.round)
-        signed = has_signature(state)
+        signed, unseen = has_signature(state), state.labels < 0
         state = self._placed(state, engine, cohort, rng.at("place"))
         is_signing = self._signs_now(state, engine)
         has_news = is_signing or not torch.equal(has_signature(state), signed)
@@ -249,6 +274,8 @@ class Coterie(SignedMethod[CoterieState]):
         for chunk in self._train(state, engine, cohort[state.labels[cohort] >= 0], is_signing, rng):
             update.add(chunk)
         state = update.averaged()
+        silent = unseen & ~torch.zeros_like(unseen).index_fill(0, update.answered, True)
+        state = replace(state, labels=torch.where(silent, -1, state.labels))
         if state.proposals:
             state = update.with_verdicts(state)
         elif has_news:
@@ -272,6 +299,8 @@ class Coterie(SignedMethod[CoterieState]):
         return replace(
             state,
             centers=state.centers[there],
+            served=state.served[there],
+            behind=state.behind[there],
             curves=state.curves[there],
             shares=state.shares[there],
             labels=labels,
@@ -298,6 +327,9 @@ class Coterie(SignedMethod[CoterieState]):
             payload["sign"] = self._by_class(engine)
         labels = state.labels[others]
         each = _told(state, labels) if self._mixes_now(engine) else {}
+        total = engine.task.work.total_rounds
+        if each and total is not None and self._finishes_now(engine):
+            payload["finish"] = torch.tensor(_FINISH * total)
         if len(others):
             yield from engine.call(
                 train_member,
@@ -320,6 +352,11 @@ class Coterie(SignedMethod[CoterieState]):
         """Whether clients compare mixes in this round: in every other one, which saves time, and in the last."""
         is_last = engine.round == engine.task.work.total_rounds
         return self.serve == "own" and (engine.round % 2 == 0 or is_last or engine.participation < 1)
+
+    def _finishes_now(self, engine: Engine) -> bool:
+        """Whether clients finish their own models: in the last rounds, so that each does so about once."""
+        left = (engine.task.work.total_rounds or 0) - engine.round
+        return 0 <= left < max(1, round(1 / engine.participation))
 
     def _by_class(self, engine: Engine) -> Tensor:
         return torch.tensor(float(self.signs_classes(engine)))
@@ -360,7 +397,9 @@ class Coterie(SignedMethod[CoterieState]):
 
     def _rechosen(self, state: CoterieState, engine: Engine, answered: Tensor, rng: Rng) -> CoterieState:
         """Clients in doubt, and those whose loss has risen, choose anew; those who move are recorded."""
-        after = rechosen(self, state, engine, answered, rng)
+        after = replace(rechosen(self, state, engine, answered, rng), repairs=state.repairs)
+        renewed = (after.signatures != state.signatures).flatten(1).any(1).cpu()
+        after = without_signatures(after, renewed)  # these have no halves: the client signs again when it takes part
         moved = ((after.labels != state.labels) & (state.labels >= 0)).nonzero().flatten()
         if not len(moved):
             return after
@@ -381,7 +420,7 @@ class Coterie(SignedMethod[CoterieState]):
 
     def personal(self, state: CoterieState, clients: Tensor) -> Personal:
         """The client's mix of its center and its own model, or with `serve=kind` its center."""
-        plain = super().personal(state, clients)
+        plain = super().personal(replace(state, centers=state.served), clients)
         return plain if self.serve == "kind" else replace(plain, serve=served, each=_told(state, state.labels[clients]))
 
 
@@ -422,6 +461,7 @@ class _Update:
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []  # clients, models, weights
         self._fresh: list[Chunk] = []  # signatures at the clients' own centers
         self._verdicts: list[tuple[Tensor, Tensor, Tensor]] = []  # clients, losses of center and of part
+        self._models = torch.zeros_like(state.behind)  # [K]
         self._losses = torch.zeros_like(state.curves, dtype=torch.float64)
         self._held = torch.zeros(state.num_clusters, dtype=torch.float64, device=state.curves.device)
 
@@ -435,6 +475,7 @@ class _Update:
         self._alarmed[clients] |= alarmed
         weights = self._method.weights_of(chunk) * (~alarmed).to(self._engine.device)
         self._average.add(answer.params, labels, weights)
+        self._models.index_add_(0, labels.to(self._models.device), (weights > 0).to(self._models))
         self.answered = torch.cat([self.answered, clients])
         if "losses" in answer:
             there, held = labels.to(self._held.device), answer.held.double()
@@ -456,9 +497,14 @@ class _Update:
         mean = (self._losses / self._held.clamp_min(1e-9).unsqueeze(1)).to(state.curves)
         known = (state.curves != 0).any(1, keepdim=True)
         blend = torch.where(known, _FADES * state.curves + (1 - _FADES) * mean, mean)
+        centers = self._average.means(keep=state.centers)
+        behind = torch.minimum(state.behind + self._models, torch.clamp_min(self._models, _FEW))
+        rate = (self._models / behind.clamp_min(1)).unsqueeze(1)
         after = replace(
             state,
-            centers=self._average.means(keep=state.centers),
+            centers=centers,
+            served=state.served + rate * (centers - state.served),
+            behind=behind,
             pending=self._pending,
             alarmed=self._alarmed,
             curves=torch.where(seen.unsqueeze(1), blend, state.curves),
@@ -471,27 +517,39 @@ class _Update:
         method, before = self._method, state.num_clusters
         low, high = method.bounds
         most = _MOST_CLUSTERS if high is None else high
-        for cluster in range(before):
-            members, found = self._evidence(state, cluster)
+        looks = [self._evidence(state, cluster) for cluster in range(before)]
+        noise = Noise.of(Halves.joined([found for _, found in looks]))
+        for cluster, (members, found) in enumerate(looks):
             if len(members) < (min(_ENOUGH, self._engine.num_clients) if before == 1 else 2):
                 continue
-            room = max(1, most - state.num_clusters + 1)
+            room = most - state.num_clusters + 1
             least = min(low, len(members)) if before == 1 else 1
-            limits = Limits(method.clear, max(SURE, method.worth), least=least, most=room)
-            noise, keys = Noise.of(found), self._engine.keys[members]
+            limits = Limits(method.clear, max(SURE, method.worth), least=least, most=max(1, room))
+            keys = self._engine.keys[members]
             kinds = find_kinds(found, noise, keys, limits)
-            state = self._cut(state, cluster, members, kinds)
-            for part in range(kinds.count if self._kept else 0):
+            state, proposed = self._cut(state, cluster, members, kinds), len(state.proposals)
+            for part in range(kinds.count):
                 inside = (kinds.labels == part).nonzero().flatten()
                 number = int(state.labels[members[inside[0]]])
-                room = max(1, most - state.num_clusters - len(state.trials) + 1)
-                limits = Limits(method.clear, method.worth, most=room)
-                finer = find_kinds(found.at(inside), noise, keys[inside], limits)
-                state = self._proposed(state, number, members[inside], finer)
-            if kinds.count == 1 and not state.proposals and room > 1:
-                nearly = find_kinds(found, noise, keys, replace(limits, least=2, most=2))
+                limits = Limits(
+                    method.clear, method.worth, most=max(1, most - state.num_clusters - len(state.trials) + 1)
+                )
+                if self._can_try(inside):
+                    finer = find_kinds(found.at(inside), noise, keys[inside], limits)
+                    state = self._proposed(state, number, members[inside], finer)
+            if kinds.count == 1 and len(state.proposals) == proposed and room > 1 and self._is_look:
+                nearly = find_kinds(found, noise, keys, Limits(method.clear, method.worth, least=2, most=2))
                 state = self._decided(state, "refused", [cluster], nearly)
         return _with_shares(state)
+
+    @property
+    def _is_look(self) -> bool:
+        """Whether all members were to sign in this round, not only those who came later."""
+        return bool(self._fresh) or self._state.signed_in == self._engine.round
+
+    def _can_try(self, members: Tensor) -> bool:
+        """Whether enough of these members can be expected to try a cut in the next round."""
+        return bool(self._kept) and len(members) * self._engine.participation >= _FEWEST
 
     def _proposed(self, state: CoterieState, cluster: int, members: Tensor, kinds: Kinds) -> CoterieState:
         """The state in which the members of a cluster try a cut in the next round, if there is one to try."""
@@ -514,6 +572,8 @@ class _Update:
         none = torch.full_like(tried, -1)
         state = replace(state, proposals=[], tried=none, trials=state.trials[:0])
         if not self._verdicts:
+            for proposal in proposals:
+                state = self._decided(state, "refused", proposal["clusters"], _as_kinds(proposal))
             return state
         clients, center, part = (torch.cat(parts) for parts in zip(*self._verdicts, strict=True))
         if self._method.serve == "kind":
@@ -567,8 +627,15 @@ class _Update:
                 average.add(models, labels[clients], weights * inside)
             centers = torch.cat([centers[: len(state.centers)], average.means(keep=centers)[len(state.centers) :]])
             centers[cluster] = average.means(keep=centers)[cluster]
-        curves = torch.cat([state.curves, state.curves[cluster].expand(kinds.count - 1, -1)])
-        state = replace(state, centers=centers, labels=labels, curves=curves)
+        more = torch.full((kinds.count - 1,), cluster, device=centers.device)
+        state = replace(
+            state,
+            centers=centers,
+            served=torch.cat([state.served, centers[len(state.centers) :]]).index_copy(0, more[:1], centers[more[:1]]),
+            behind=torch.cat([state.behind, state.behind.new_zeros(len(more))]).index_fill(0, more[:1], 0),
+            labels=labels,
+            curves=torch.cat([state.curves, state.curves[more]]),
+        )
         doubt = by_signature(state)[1] & (labels >= 0)  # they choose by loss
         inside = torch.zeros_like(doubt).index_fill(0, members, True)
         return self._decided(replace(state, pending=state.pending | (doubt & inside)), "cut", numbers.tolist(), kinds)
@@ -586,6 +653,12 @@ class _Update:
             signed_at=by,
         )
         return replace(state, decisions=[*state.decisions, decision])
+
+
+def _as_kinds(proposal: Decision) -> Kinds:
+    """The parts of a proposal that nobody tried."""
+    sizes = torch.tensor(proposal["sizes"])
+    return Kinds(torch.arange(len(sizes)).repeat_interleave(sizes), proposal["z"], proposal["q"])
 
 
 def t_value(gains: Tensor) -> float:

@@ -19,6 +19,7 @@ covariance of one sample's gradient; products of half differences of different c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,11 @@ class Halves:
         share = parts / counts.clamp_min(1).unsqueeze(2)
         return cls(rows + share[..., 1:] * contrasts, rows - share[..., :1] * contrasts, parts)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Halves]) -> Halves:
+        """Those of several."""
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("first", "second", "counts")))
+
     def __len__(self) -> int:
         return len(self.first)
 
@@ -77,7 +83,8 @@ class Noise:
 
     @classmethod
     def of(cls, found: Halves) -> Noise:
-        """Estimated from the differences of the halves of each client."""
+        """Estimated from the differences of the halves of each client, of `_MOST` clients at most."""
+        found = found.at(torch.arange(min(len(found), _MOST)))
         both = (found.counts > 0).all(2).to(found.first)  # [n, L]
         scale = (1 / found.counts.clamp_min(1)).sum(2).rsqrt() * both
         apart = (found.first - found.second) * scale.unsqueeze(2)  # covariance S

@@ -26,6 +26,7 @@ NUM_MIXES = len(SHARES) * len(TURNS)
 PRIOR_SAMPLES = 20.0
 _SMOOTHED = 2.0  # samples of the cluster's label proportions that are added to a client's own
 _ROUNDING = 1e-5
+_CLEAR = 2.0  # log likelihood of all held-out samples that a finished model must gain
 _MIX = "mix"
 
 
@@ -94,13 +95,27 @@ def _wide(bias: Tensor, outputs: Tensor) -> Tensor:
     return torch.nn.functional.pad(bias, (0, outputs.shape[1] - bias.shape[1]))
 
 
-def choose_mix(block: Block, losses: Tensor, samples: Tensor, curve: Tensor) -> None:
-    """Remember the best mix by a client's own losses [c, G] and by its cluster's `curve` [c, G]."""
+def choose_mix(block: Block, losses: Tensor, samples: Tensor, curve: Tensor) -> Tensor:
+    """Remember the best mix by a client's own losses [c, G] and its cluster's `curve` [c, G]; returns its loss [c]."""
     total = (samples.unsqueeze(1) * losses + PRIOR_SAMPLES * curve) / (samples.unsqueeze(1) + PRIOR_SAMPLES)
     total = total.nan_to_num(nan=torch.inf, posinf=torch.inf)  # a model that has diverged
     least = total.min(1, keepdim=True).values
     # Of mixes that differ by rounding only, the first: the one that changes the center least.
     block.memory.put(_MIX, (total <= least + _ROUNDING * (1 + least)).to(torch.int8).argmax(1))
+    return least[:, 0]
+
+
+def finish_own(block: Block, center: Models, trained: Tensor, work: SGD, shares: Tensor, curve: Tensor) -> None:
+    """Train the own model [c, P] further by `work`; keep it, and the mix that goes with it, where it does better."""
+    found = []
+    for own in (trained, block.train(trained, work, purpose="finish ")):
+        block.memory.put(OWN_MODEL, own)
+        losses, samples = compare_mixes(block, center, shares)
+        found.append((own, choose_mix(block, losses, samples, curve), block.memory.get(_MIX, samples)))
+    (first, before, mix), (second, after, other) = found
+    better = (before - after) * (samples + PRIOR_SAMPLES) > _CLEAR
+    block.memory.put(OWN_MODEL, torch.where(better.unsqueeze(1), second, first))
+    block.memory.put(_MIX, torch.where(better, other, mix))
 
 
 @serving("coterie.coterie:served")
