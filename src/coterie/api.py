@@ -42,7 +42,7 @@ class Result(results.Result):
 
 
 def run(
-    algorithm: Algorithm[Any] | str = "fesem",
+    algorithm: Algorithm[Any] | str = "coterie",
     data: Federation | str = "rotated-digits",
     model: str | Builder | None = None,
     *,

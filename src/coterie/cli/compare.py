@@ -12,7 +12,7 @@ from coterie.client.settings import WorkSettings
 from coterie.runs.processes import start_server
 from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables, parse_seeds
 
-DEFAULT = ["local", "fedavg", "ifca", "fesem"]
+DEFAULT = ["local", "fedavg", "ifca", "fesem", "coterie"]
 ALL = "all"
 
 

@@ -31,7 +31,7 @@ def run(
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Train one method on one dataset. The defaults need no download: fesem on rotated-digits."""
+    """Train one method on one dataset. The defaults need no download: coterie on rotated-digits."""
     from coterie.runs.folder import RunFolder
     from coterie.runs.trackers import trackers
 
@@ -54,6 +54,8 @@ def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Choice | No
     trial = resolve(merge(tables, {"algorithm": {"num_clusters": 1}})).loaded()
     if not hasattr(trial.algorithm, "num_clusters"):
         return trial, None  # a note says that clusters are not used
+    if type(trial.algorithm).num_clusters == AUTO:  # the method finds it in the run
+        return resolve(tables).loaded(), None
     say(f"choosing the number of clusters of {trial.dataset}", hidden)
     choice = choose_k(trial, last=None)
     experiment = resolve(merge(tables, {"algorithm": {"num_clusters": choice.recommended}}))

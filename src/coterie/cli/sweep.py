@@ -15,7 +15,7 @@ from coterie.errors import ConfigError
 from coterie.runs.processes import start_server
 from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables, apply_set, parse_seeds
 
-DEFAULT = ["fesem"]
+DEFAULT = ["coterie"]
 
 
 @takes(RunSettings, ClusterSettings, Schedule, WorkSettings, without=("algorithm", "seed"))

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from coterie.engines import ENGINES
 from coterie.engines.settings import AttackKind
@@ -32,7 +32,7 @@ class RunSettings:
 
     table: ClassVar[str] = "run"
 
-    algorithm: str = setting("fesem", "method; see 'coterie list algorithms'", flag="--algorithm -a")
+    algorithm: str = setting("coterie", "method; see 'coterie list algorithms'", flag="--algorithm -a")
     dataset: str = setting("rotated-digits", "named dataset, or path to your own .npz file", flag="--dataset -d")
     scenario: str | None = setting(None, "how the data is partitioned", flag=True, default_is=_OWN)
     clients: int | None = setting(None, "number of clients", ge=1, flag=True, default_is=_OWN)
@@ -51,9 +51,10 @@ class ClusterSettings:
 
     table: ClassVar[str] = "algorithm"
 
-    num_clusters: int | Literal["auto"] | None = setting(
+    num_clusters: int | str | None = setting(
         None,
-        "number of clusters K; auto (only in run) chooses it as choose-k does",
+        "number of clusters K; auto: coterie finds it, other methods (only in run) choose it as choose-k does; "
+        "a range such as 2-6 bounds it in coterie",
         ge=1,
         flag="--clusters -k",
         default_is="the method's",
