@@ -12,11 +12,11 @@ and then trains both models. Every local step, on one batch and with v and w fro
     v <- v - lr alpha grad f(m)
 
 It sends w only, and is served with alpha v + (1 - alpha) w for the present w of the server. A step costs two gradients.
-A client that was not met yet has v = w.
+A client that was not seen yet has v = w.
 
-What the paper leaves open, and where we differ: alpha starts at 0.5, and moves once per round. The paper writes its
-step beside those of v and w; but within a round w fits the client faster than v does, and if alpha followed that, it
-would fall to 0 and stay there. Of a network with float buffers, the served ones are those collected at m.
+Deviations. alpha starts at 0.5 and moves once per round, before the training. The paper moves it in every step; but
+within a round w fits the client faster than v does, so alpha would fall to 0 and stay there. The served model has the
+float buffers that were collected at m.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ def mixed(block: Block, models: Models, work: SGD) -> Mixture:
 @register
 @dataclass(frozen=True)
 class APFL(OwnModels):
-    """A global model, and a local one at every client, mixed with a share of the client's own."""
+    """A global model and a local one at every client, mixed with a share that the client learns."""
 
     key: ClassVar[str] = "apfl"
     paper: ClassVar[str] = "Deng et al. 2020"
     serving: ClassVar[Serving] = mixed
 
-    alpha: float = setting(0.5, "share of the local model at first", ge=0, le=1)
-    adaptive: bool = setting(True, "whether clients adapt their shares")
+    alpha: float = setting(0.5, "initial share of the local model (alpha)", ge=0, le=1)
+    adaptive: bool = setting(True, "let clients adapt their shares")
 
     def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
         """Clients train both models, the server averages the global one."""

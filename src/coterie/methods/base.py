@@ -79,7 +79,7 @@ class Decision(TypedDict, total=False):
     t: float  # gain of the members that tried a cut, in standard errors
     signed_at: str  # the model at which clients signed
     moves: list[Move]
-    loss_rose: int  # how many of those who moved had told that their loss rose
+    loss_rose: int  # how many of those who moved had reported that their loss rose
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ A round: every client gets all K models and sends the vector of their losses on 
 Clients of one kind have similar vectors, even while no model fits any kind well. k-means of the vectors gives K
 clusters, and the Hungarian method gives each of them a model of its own, such that the sum of the losses of all clients
 with their models is smallest. Then clients train the model of their cluster, and it becomes the mean of its members.
-Unlike in IFCA a model cannot lose all its clients to another one.
+Unlike in IFCA, a model cannot lose all its clients to another one.
 
 Once no client has moved for `patience` rounds, the clusters are fixed, and a client only gets its own model.
 
 Bytes: (1 + K) / 2 times FedAvg until then, then as FedAvg.
 
 Deviations. The K models start from the same weights. When to fix the clusters is a rule of our own. With few clients
-per round, only those of a round are clustered, and clusters are fixed when every client that was met has judged the
+per round, only those of a round are clustered, and clusters are fixed when every client that was seen has judged the
 models `patience` times since the last move. Once they are fixed, a new client takes the model with the lowest loss.
 """
 

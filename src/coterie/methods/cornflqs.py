@@ -12,13 +12,13 @@ is a choice among all centers, training, and the mean over those who chose a cen
 clusters are frozen, and from then on each of them is averaged alone.
 
 With `self_stopping=false` this is the earlier version n-m-k of the authors' code: `warmup` = n, `clusterings` = m
-whatever the clients choose, then rounds with choices to the end, never frozen; it had `prox` = 0.1 in these.
+whatever the clients choose, then rounds with choices to the end, with `prox` = 0.1; clusters are never frozen.
 
 Bytes: (2 + K) / 2 times FedAvg while the server clusters, (1 + K) / 2 until frozen, then 1.
 
 Deviations. The clusters of the server are named by the nearest centers of the round before (Hungarian method), so that
 the labels of clients outside the cohort keep their meaning. With few clients per round, only those of a round are
-clustered; clusters are frozen once every client that was met has chosen again without moving. A client that was not
+clustered; clusters are frozen once every client that was seen has chosen again without moving. A client that was not
 there before chooses by loss first. Large models are clustered by sketches.
 """
 
@@ -50,7 +50,7 @@ from coterie.settings import setting
 
 @client_step("coterie.cornflqs:train_twice")
 def train_twice(block: Block, models: Models, work: SGD) -> Answer:
-    """Train the model that was sent, and go on with the result."""
+    """Train the model that was sent, then train the result again."""
     return Answer(params=block.train(block.train(models, work), work), samples=block.samples)
 
 
@@ -78,11 +78,13 @@ class Cornflqs(ClusterOnce[CornState]):
 
     num_clusters: int = num_clusters_setting()
     warmup: int = setting(1, "rounds of plain averaging at the start (n)", ge=1)
-    clusterings: int = setting(10, "clusterings by the server at most, the first of which is at the start (m)", ge=1)
+    clusterings: int = setting(10, "maximum number of clusterings by the server, including the first (m)", ge=1)
     self_stopping: bool = setting(
-        True, "cluster no more when clients and server agree, and freeze the clusters when nobody moves"
+        True, "stop clustering when clients and server agree, and freeze the clusters when nobody moves"
     )
-    prox: float = setting(0.0, "strength of a proximal term in the rounds after the clusterings", ge=0)
+    prox: float = setting(
+        0.0, "strength of the proximal term after the last clustering, until clusters are frozen", ge=0
+    )
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> CornState:
         """Average for some rounds, then cluster the clients' models."""

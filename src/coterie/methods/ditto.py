@@ -7,7 +7,7 @@ model v, which minimises
     f(v) + lam / 2 * ||v - w||^2,   so each step is   v <- v - lr (grad f(v) + lam (v - w))
 
 It sends only its copy of w, and is served with v. The pull is towards the w that was received, not towards the start of
-the training. The two trainings draw their batches apart. A client that was not met yet has v = w.
+the training. The two trainings use different batches. A client that was not seen yet has v = w.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ class Ditto(OwnModels):
     key: ClassVar[str] = "ditto"
     paper: ClassVar[str] = "Li et al. 2021"
 
-    lam: float = setting(0.1, "strength of the pull towards the global model; 0 is training alone", ge=0)
+    lam: float = setting(
+        0.1, "strength of the pull towards the global model; 0: the personal model is trained alone", ge=0
+    )
     personal_epochs: int | None = setting(
-        None, "local epochs of the personal model", ge=1, default_is="those of the work"
+        None, "local epochs of the personal model", ge=1, default_is="those of the local work"
     )
 
     def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:

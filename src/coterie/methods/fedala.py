@@ -2,7 +2,8 @@
 Ma, Guan 2023, "FedALA: Adaptive Local Aggregation for Personalized Federated Learning").
 
 A client keeps its model v of its last round, and weights W in [0, 1] for the entries of the last `layers` layers, which
-start at 1. It receives w. Layers below take over w; above, it learns W on its training samples, with v and w fixed,
+start at 1. It receives w. All other layers are taken from w. For the last ones it learns W on its training samples,
+with v and w fixed,
 
     m = v + W (w - v)
     W <- W - eta grad f(m) (w - v),   entry by entry, clipped to [0, 1]
@@ -10,8 +11,8 @@ start at 1. It receives w. Layers below take over w; above, it learns W on its t
 and then it trains from m by the local work. It sends the result, which the server averages, and is served with it. In a
 client's first round v = w, so that it takes over all of w.
 
-Where we differ: the paper learns W on a share of the samples, in a client's second round until the loss settles and
-later for one pass. Here it is `weight_epochs` passes over all samples in every round, so that rounds cost the same.
+Deviations. The paper learns W on a share of the samples: in a client's second round until the loss settles, later for
+one pass. Here it is `weight_epochs` passes over all samples in every round, so that all rounds cost the same.
 """
 
 from __future__ import annotations
@@ -82,14 +83,14 @@ def aggregate_and_train(
 @register
 @dataclass(frozen=True)
 class FedALA(OwnModels):
-    """Own models that take over as much of the global one as helps."""
+    """Own models, each of which takes over as much of the global one as helps it."""
 
     key: ClassVar[str] = "fedala"
     paper: ClassVar[str] = "Zhang et al. 2023"
 
-    layers: int = setting(1, "last layers whose entries have weights (p)", ge=1)
+    layers: int = setting(1, "number of last layers whose entries have weights (p)", ge=1)
     eta: float = setting(1.0, "learning rate of the weights", gt=0)
-    weight_epochs: int = setting(5, "passes over the client's samples in which the weights are learnt", ge=1)
+    weight_epochs: int = setting(5, "epochs in each round in which the weights are learnt", ge=1)
 
     def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
         """Clients mix and train, the server averages."""

@@ -2,8 +2,8 @@
 Decentralized Data").
 
 A round: every client of the cohort trains the model on its own data; the server averages the results, weighted by
-sample counts. With `adapt_steps` every client fine-tunes the model on its own TRAINING samples before it uses it; the
-server's model does not change by that.
+sample counts. With `adapt_steps` every client fine-tunes the model on its own TRAINING samples before it uses it. This
+does not change the server's model.
 
 The other methods with one center subclass `OneModel` (or `FedAvg`, where fine-tuning makes sense) and change the local
 work (`work`), the server's step (`moved`) or the round itself.
@@ -77,13 +77,15 @@ class OneModel(Averaging[ClusterState]):
 @register
 @dataclass(frozen=True)
 class FedAvg(OneModel):
-    """The mean of the clients' models, weighted by sample counts; fine-tuned by each client if you like."""
+    """The mean of the clients' models, weighted by sample counts; clients may fine-tune it."""
 
     key: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "McMahan et al. 2017"
 
     adapt_steps: int = setting(0, "steps of fine-tuning on the client's training samples before use", ge=0)
-    adapt_lr: float | None = setting(None, "learning rate of the fine-tuning", gt=0, default_is="that of the work")
+    adapt_lr: float | None = setting(
+        None, "learning rate of the fine-tuning", gt=0, default_is="that of the local work"
+    )
 
     def personal(self, state: ClusterState, clients: Tensor) -> Personal:
         """The center, fine-tuned on the client's training samples if `adapt_steps` is set."""

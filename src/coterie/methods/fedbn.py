@@ -1,11 +1,11 @@
-"""FedBN: normalisation layers of one's own (Li, Jiang, Zhang, Kamp, Dou 2021, "FedBN: Federated Learning on Non-IID
-Features via Local Batch Normalization").
+"""FedBN: each client keeps its normalisation layers (Li, Jiang, Zhang, Kamp, Dou 2021, "FedBN: Federated Learning
+on Non-IID Features via Local Batch Normalization").
 
-FedAvg, but parameters and statistics of normalisation layers stay with the client; all else is averaged by sample
-counts. Normalisation layers are found by their type: BatchNorm, InstanceNorm, LayerNorm, GroupNorm, RMSNorm; the paper
-has BatchNorm only. On a network without such layers it is FedAvg, and the run says so.
+FedAvg, but parameters and statistics of normalisation layers stay with the client; everything else is averaged by
+sample counts. Normalisation layers are found by their type: BatchNorm, InstanceNorm, LayerNorm, GroupNorm, RMSNorm; in
+the paper it is only BatchNorm. On a network without such layers this is FedAvg, and the run says so.
 
-A client without layers of its own, such as a newcomer, trains them before it is evaluated, with all else frozen (see
+A client without layers of its own, such as a newcomer, trains them before it is evaluated, with the rest frozen (see
 `parts/own_parts.py`).
 """
 

@@ -6,7 +6,7 @@ the best one, m. But if even that loss has risen,
 
     loss of m > loss of its model when it last judged + delta
 
-its data are of a kind that no model knows: it starts a model of its own. Models that fit each other's data are merged.
+its data is of a kind that no model fits: it starts a model of its own. Models that fit each other's data are merged.
 With L_ij the mean loss of model i on the data of those who took model j, the distance of two models is
 
     D(i, j) = max(L_ij - L_ii, L_ji - L_jj, 0)
@@ -18,7 +18,7 @@ Start: clients train alone for `alone` rounds' worth of work, and the models are
 
 Bytes: (1 + K) / 2 times FedAvg, with the present K. In the start clients judge the models of all others.
 
-Deviations. A time step of the paper is one round here. A model of its own begins with the best one, not at random. The
+Deviations. A time step of the paper is one round here. A new model starts from the best one, not at random. The
 start is ours: with one model for all, kinds that differ from the beginning would never be found, because no loss rises.
 At most about 50 clients take part in it, and others take the best model when they are first seen. Members outside the
 cohort move with their model when it is merged. The row of a model that was merged is empty until a new one needs it.
@@ -67,7 +67,9 @@ class FedDrift(Averaging[DriftState]):
     state_type: ClassVar[type[ClusterState]] = DriftState
 
     weighting: Literal["samples", "equal"] = setting("samples", "weight of a client in its cluster's mean")
-    delta: float = setting(1.0, "rise of the loss that is a drift, and distance up to which models are merged", gt=0)
+    delta: float = setting(
+        1.0, "rise of the loss that counts as drift, and distance up to which models are merged", gt=0
+    )
     alone: int = setting(5, "rounds' worth of work that clients do alone at the start", ge=1)
     max_clusters: int = setting(64, "maximum number of models", ge=1)
 

@@ -1,4 +1,4 @@
-"""FedEM: every client's data is a mixture of a few sources, which have a model each (Marfoq, Neglia, Bellet, Kameni,
+"""FedEM: every client's data is a mixture of a few sources, each with a model (Marfoq, Neglia, Bellet, Kameni,
 Vidal 2021, "Federated Multi-Task Learning under a Mixture of Distributions").
 
 The server keeps K models, a client its shares pi. In a round a client receives all models; with loss l,
@@ -6,8 +6,9 @@ The server keeps K models, a client its shares pi. In a round a client receives 
     E-step:  q_k(s) ~ pi_k exp(-l(h_k; s)) for each of its training samples s,   pi_k <- mean over s of q_k(s)
     M-step:  train each h_k on the sum over s of q_k(s) l(h_k; s)
 
-It sends the K models, of which the server averages each by sample counts, and keeps pi. It is served with the mixture
-of the models' predictions, with its shares. A gradient of the M-step is the mean over a batch of q_k(s) grad l(h_k; s).
+It sends the K models and keeps pi; the server averages each model by sample counts. The client is served with the
+mixture of the models' predictions, with its shares. A gradient of the M-step is the mean over a batch of
+q_k(s) grad l(h_k; s).
 
 The models start at different random weights, as in the paper. A client belongs to the cluster of its largest share,
 which it sends for the report. A newcomer finds its shares by E-steps alone. Messages and work are K times those of

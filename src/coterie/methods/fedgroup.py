@@ -12,7 +12,7 @@ direction d_k is that model minus the initial weights.
 A client that was not in the cold start trains from the initial weights when it first takes part, and joins the cluster
 with the largest cos(u_i, d_k). Then it trains from the cluster's model as the others do. Assignments never change.
 
-Bytes: as FedAvg, and once in both directions for the placing of each client.
+Bytes: as FedAvg, plus one model down and up for each client, when it is placed.
 
 Deviations. Updates are compared, never whole weights: those of two clients are almost parallel, because they start at
 the same random point. Public code compares weights. `share` of the clients take part in the cold start, and at least

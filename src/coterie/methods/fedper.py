@@ -1,10 +1,10 @@
-"""FedPer: a shared body and a head of one's own (Arivazhagan, Aggarwal, Singh, Choudhary 2019, "Federated Learning with
-Personalization Layers").
+"""FedPer: a shared body and a head for each client (Arivazhagan, Aggarwal, Singh, Choudhary 2019, "Federated Learning
+with Personalization Layers").
 
 A client trains the received body and its own head, the last layer with parameters, together. It sends the body, which
-the server averages by sample counts; the head never leaves the client. Messages are smaller than the model by the head.
+the server averages by sample counts; the head never leaves the client. Messages are a model without its head.
 
-The paper also tries heads of several layers; here the head is the last one. A client without a head trains one before
+The paper also tries heads of several layers; here the head is one layer. A client without a head trains one before
 it is evaluated (see `parts/own_parts.py`).
 """
 

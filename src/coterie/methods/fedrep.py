@@ -1,9 +1,9 @@
-"""FedRep: a shared body and a head of one's own, trained in turn (Collins, Hassani, Mokhtari, Shakkottai 2021,
+"""FedRep: a shared body and a head for each client, trained in turn (Collins, Hassani, Mokhtari, Shakkottai 2021,
 "Exploiting Shared Representations for Personalized Federated Learning").
 
 A client first trains its head, the last layer with parameters, for `head_epochs` on the received body. Then it trains
 the body by the local work of the run, with that head. It sends the body, which the server averages; the head never
-leaves the client. What is frozen neither moves nor decays. The two trainings draw their batches apart.
+leaves the client. Frozen parameters neither move nor decay. The two trainings use different batches.
 
 The paper averages clients equally, which is the default here too. A client without a head trains one before it is
 evaluated (see `parts/own_parts.py`).

@@ -2,7 +2,7 @@
 
 Warm-up: FedAvg of one model w. In each round clients report the accuracy of the model on their validation samples, and
 the largest entry of its latents. Let A_r be the mean accuracy after round r. From r = 3 on, the clients are clustered
-in round r + 1 if A_s - A_(s-1) < `gain` for any s <= r, and if r >= `latest` of all rounds in any case.
+in round r + 1 if A_s - A_(s-1) < `gain` for any s <= r, and in any case once r >= `latest` times the number of rounds.
 
 Descriptor, at the model w of the warm-up and on the training samples: latents z are projected to q numbers by
 
@@ -24,8 +24,8 @@ Bytes: as FedAvg, and one descriptor of each client.
 Deviations. A latent is the input of the last dense layer (`latent="last"`), or of the first one, which it is in the
 networks of the paper (LeNet, ResNet-9). Clients without validation samples report on their training samples. A client
 that was not clustered gets the nearest centroid when it first takes part; it has labels, so its whole descriptor is
-compared, and not only the two blocks without labels. Until then it uses the model of the warm-up, which is a cluster
-without members in the meantime (label 0). The points of the projection are drawn by our own generator.
+compared, and not only the two blocks without labels. Until then it uses the model of the warm-up, which stays as a
+cluster that nobody trains (label 0). The points of the projection are drawn by our own generator.
 """
 
 from __future__ import annotations
@@ -160,11 +160,11 @@ class Flux(ClusterOnce[FluxState]):
     paper: ClassVar[str] = "FLUX, NeurIPS 2025 (arXiv 2511.22305)"
     state_type: ClassVar[type[ClusterState]] = FluxState
 
-    gain: float = setting(0.06, "the warm-up ends once a round gains less accuracy", ge=0, le=1)
-    latest: float = setting(0.8, "the warm-up ends after this share of the rounds in any case", gt=0, le=1)
-    cluster_in: int | None = setting(None, "round of the clustering, instead of the rule", ge=1)
+    gain: float = setting(0.06, "the warm-up ends once a round gains less accuracy than this", ge=0, le=1)
+    latest: float = setting(0.8, "share of the rounds after which the warm-up ends in any case", gt=0, le=1)
+    cluster_in: int | None = setting(None, "round in which clients are clustered, in place of the rule", ge=1)
     prior: int | None = setting(None, "number of clusters, if it is known (FLUX-prior)", ge=1)
-    latent: Latent = setting("last", "describe clients by the input of the last dense layer, or of the first one")
+    latent: Latent = setting("last", "describe clients by the input of the last or of the first dense layer")
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> FluxState:
         """One cluster."""

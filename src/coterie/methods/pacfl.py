@@ -15,10 +15,10 @@ Clients are clustered by average linkage, cut at `beta` degrees, and each cluste
 Bytes: as FedAvg, and once p vectors of each class.
 
 Deviations. Public code takes the arccos of the diagonal of U_l^T V_l, which changes if the vectors are rotated within
-their subspace. Subspaces are compared per class, since clients of one kind with other labels would else be apart.
-Clients that share no class are 90 degrees apart. In the start at most about 50 clients are clustered; all others join
-the cluster with the smallest mean distance when they first take part. Angles are larger if clients have few samples:
-`beta` must be chosen for the data.
+their subspace. Subspaces are compared per class: otherwise clients of one kind that hold different classes would be far
+apart. Clients that share no class are 90 degrees apart. In the start at most about 50 clients are clustered; all others
+join the cluster with the smallest mean distance when they first take part. Angles are larger if clients have few
+samples: `beta` must be chosen for the data.
 """
 
 from __future__ import annotations
@@ -85,9 +85,11 @@ class PACFL(ClusterOnce[PacflState]):
     paper: ClassVar[str] = "Vahidian et al. 2023"
     state_type: ClassVar[type[ClusterState]] = PacflState
 
-    beta: float = setting(12.0, "cut of the dendrogram, in degrees", gt=0, le=90)
-    vectors: int = setting(3, "singular vectors of each class (p)", ge=1)
-    angle: Literal["smallest", "mean"] = setting("smallest", "which principal angles of two subspaces count")
+    beta: float = setting(12.0, "angle at which the dendrogram is cut, in degrees", gt=0, le=90)
+    vectors: int = setting(3, "number of singular vectors for each class (p)", ge=1)
+    angle: Literal["smallest", "mean"] = setting(
+        "smallest", "distance of two subspaces: the smallest of their principal angles, or the mean"
+    )
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> PacflState:
         """Cluster some clients by their data."""

@@ -10,11 +10,11 @@ problem on one batch by `inner_steps` steps, and moves its copy of w:
 
 It sends w and is served with its last theta. The server mixes: w <- (1 - beta) w + beta mean(w_i).
 
-The paper leaves the inner solver open. Ours takes the loss explicitly and the distance implicitly, so that a large
-lr lam cannot diverge. The paper's experiments have lam = 15 and eta lam = 0.075 over hundreds of rounds; the defaults
-here, lam = 1 and eta = 1 / lam, are for tens. `lr` is that of the local work, whose schedule applies; its optimizer,
-momentum, weight decay and clipping are not used. A step costs `inner_steps` gradients. Float buffers are those
-collected at theta.
+The paper leaves the inner solver open. Our steps are explicit in the loss and implicit in the distance, so that a
+large lr lam cannot diverge. The paper's experiments use lam = 15 and eta lam = 0.075 over hundreds of rounds; the
+defaults here, lam = 1 and eta = 1 / lam, are for tens. `lr` is that of the local work, whose schedule applies; its
+optimizer, momentum, weight decay and clipping are not used. A step costs `inner_steps` gradients. Float buffers are
+those collected at theta.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Envelope(SGD):
 
     lam: float = setting(1.0, "strength of the pull towards w", gt=0)
     inner_lr: float = setting(0.1, "learning rate of theta", gt=0)
-    inner_steps: int = setting(5, "steps of theta for each of w", ge=1)
+    inner_steps: int = setting(5, "steps of theta per step of w", ge=1)
 
     @property
     def gradients(self) -> int:  # type: ignore[override]
@@ -81,15 +81,15 @@ def train_envelope(block: Block, models: Models, work: SGD) -> Answer:
 @register
 @dataclass(frozen=True)
 class PFedMe(OwnModels):
-    """One model that is near a good one of every client."""
+    """One global model, near which every client finds a good personal one."""
 
     key: ClassVar[str] = "pfedme"
     paper: ClassVar[str] = "Dinh et al. 2020"
 
     weighting: Literal["samples", "equal"] = setting("equal", "weight of a client in the mean")
-    lam: float = setting(1.0, "strength of the pull of the personal models towards the global one", gt=0)
+    lam: float = setting(1.0, "strength of the pull of personal models towards the global one (lambda)", gt=0)
     eta: float | None = setting(None, "learning rate of the global model; at most 1 / lam", gt=0, default_is="1 / lam")
-    inner_steps: int = setting(5, "steps of the personal model for each of the global one (K)", ge=1)
+    inner_steps: int = setting(5, "steps of the personal model per step of the global one (K)", ge=1)
     beta: float = setting(1.0, "step size of the server towards the mean", gt=0)
 
     def check(self, num_clients: int) -> None:

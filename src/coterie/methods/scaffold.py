@@ -12,11 +12,11 @@ It sends y and c_i+ - c_i. The server moves by the means over the cohort,
     x <- x + lr_g mean(y - x)        c <- c + |S| / N mean(c_i+ - c_i)
 
 so that c stays the mean of all c_i. Messages are twice as large as those of FedAvg. K is the client's own number of
-steps. With momentum m, where step t of K moves y as much as (1 - m^(K - t + 1)) / (1 - m) plain steps, the sum of these
-replaces K. Other optimizers and clipping are refused: they would not leave c_i a mean of gradients.
+steps. With momentum m, step t of K moves y as far as (1 - m^(K - t + 1)) / (1 - m) plain steps, and the sum of these
+replaces K. Other optimizers and clipping are refused, because c_i would no longer be a mean of gradients.
 
 Float buffers have no control: the server averages them. `weighting="samples"` weights both means; in the paper all
-clients weigh the same.
+clients have equal weight.
 """
 
 from __future__ import annotations

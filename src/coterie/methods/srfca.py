@@ -21,7 +21,7 @@ percentiles 22, 19, 16, 13, 10 (plus 0.0001) at which there are more clusters th
 Bytes: in the start and while refining, each client downloads the models of all others; then as FedAvg.
 
 Deviations. Faults of public code are avoided: the model of a cluster is what its members train from; merging renames
-clusters, never clients; a cluster without members is out of the race; small clusters are averaged too. A client outside
+clusters, never clients; a cluster without members is no candidate; small clusters are averaged too. A client outside
 all components joins the cluster with the smallest mean distance at once. A client does not count among the members that
 judge its model. Only clients of the cohort judge and are judged; newcomers choose by the loss of the clusters' models.
 The row of a cluster that was merged stays as an empty cluster. In the start, at most about 50 clients are clustered.
@@ -70,9 +70,9 @@ class SRFCA(ClusterOnce[SrfcaState]):
     robust: str = robust_setting("trimmed_mean")
     robust_share: float = setting(0.15, "share that the trimmed mean drops at each end", ge=0, lt=0.5)
     threshold: float | None = setting(
-        None, "largest cross loss of neighbours (lambda)", ge=0, default_is="found by percentiles"
+        None, "largest cross loss of two connected clients (lambda)", ge=0, default_is="found by percentiles"
     )
-    least: int = setting(2, "minimum number of clients of a cluster that is found at the start", ge=1)
+    least: int = setting(2, "minimum size of a cluster that is found at the start", ge=1)
     refine: int = setting(4, "rounds in which clients move and clusters merge", ge=0)
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> SrfcaState:

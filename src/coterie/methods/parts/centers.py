@@ -98,8 +98,8 @@ class SignedMethod(Averaging[C]):
 
     signal: Literal["classes", "updates"] = setting(
         "classes",
-        "what the start compares: gradients of the classes that two clients share, or the directions of their updates, "
-        "so that nothing about classes leaves a client",
+        "what signatures compare: gradients of the classes that two clients share; or updates (in coterie the gradient "
+        "of all samples), so that nothing about classes leaves a client",
     )
     guard: bool = setting(
         True, "repair empty and duplicate clusters, and let clients choose anew when their loss has risen"

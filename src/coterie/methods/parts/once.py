@@ -1,4 +1,4 @@
-"""What methods share that find their clusters once and then average inside them."""
+"""Clusters that are found once: what is shared by methods that then average inside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Own models: what methods share whose clients keep a model of their own beside the server's one model."""
+"""Own models: what is shared by methods whose clients keep a model of their own beside the server's."""
 
 from __future__ import annotations
 

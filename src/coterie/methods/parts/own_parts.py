@@ -1,4 +1,4 @@
-"""Own parts: what methods share whose clients send one part of the model and keep the other (a head, norm layers).
+"""Own parts: shared by methods whose clients send one part of the model and keep the other (a head, norm layers).
 
 The center is a whole model, but only its shared part is ever sent and averaged; the rest keeps the initial values. A
 client that has no part of its own yet, such as a newcomer, trains one on its training samples, with the shared part
