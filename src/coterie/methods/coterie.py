@@ -47,7 +47,7 @@ from coterie.methods.parts.centers import (
 )
 from coterie.methods.parts.guard import rechosen, with_misplaced
 from coterie.methods.parts.kinds import CLEAR, SURE, WORTH, Halves, Kinds, Limits, Noise, find_kinds
-from coterie.methods.parts.personal import NUM_MIXES, as_told, choose_mix, compare_mixes, finish_own, served
+from coterie.methods.parts.personal import NUM_MIXES, as_told, choose_mix, compare_mixes, finish_own, mixes, served
 from coterie.methods.parts.signatures import Signatures
 from coterie.methods.parts.start import by_signature, chosen_by_loss, find_clusters, signatures_tell
 from coterie.nets.flat import Layout
@@ -61,10 +61,12 @@ _MOST_CLUSTERS = 100
 _BETTER, _FEWEST = 2.0, 4  # a cut is made if its members gain so many standard errors; members that must have tried it
 _ENOUGH = 16  # clients that must have signed before kinds are looked for, or all
 _AGAIN = 6  # rounds after the first signing in which clients sign again; then 18, 42, ...
-_FINISH, _LONGEST = 0.15, 20  # the own model is finished by this share of the run's work, or so many epochs
+_OWN = 0.5  # own models with at least this share are finished at the end ...
+_FINISH, _LONGEST = 0.25, 20  # ... by this share of the run's work, or so many epochs
 _FEW = 10  # models: a center of fewer is served as a mean over rounds
 _HALF, _TINY = 6e4, 1e-30  # about the largest number of half precision
 _LARGE = 1e9  # in place of infinity, which JSON does not have
+_COMPARE = 4  # rounds between two comparisons of mixes
 _FADES = 0.5  # how much a cluster's past preference for mixes counts in a round
 
 
@@ -189,6 +191,7 @@ class CoterieState(CenterState):
     served: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, P] centers, as means over rounds if few answer
     behind: Tensor = field(default_factory=lambda: torch.empty(0))  # [K] models in the mean of a served center
     signed_in: int = 0  # the round at whose center clients sign; 0: not yet
+    doubt: float = 0.0  # the largest z of a cut that was not made when clients last signed
     tried: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N] rows of `trials`; -1: none
     trials: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, P] centers of proposed parts
     proposals: list[Decision] = field(default_factory=list)  # the cuts that are tried in this round
@@ -314,6 +317,8 @@ class Coterie(SignedMethod[CoterieState]):
             since and engine.round + REST > (engine.task.work.total_rounds or engine.round + REST)
         ):
             return False  # at the end there is no time left for new clusters
+        if since == _AGAIN and state.doubt < self.clear / 2:
+            return False  # the first look left no doubt; the next one is later
         return since % _AGAIN == 0 and (since // _AGAIN + 1).bit_count() == 1
 
     def _train(
@@ -325,22 +330,21 @@ class Coterie(SignedMethod[CoterieState]):
         payload = {"watch": torch.ones(())} if self.guard and state.num_clusters > 1 else {}
         if is_signing:
             payload["sign"] = self._by_class(engine)
-        labels = state.labels[others]
-        each = _told(state, labels) if self._mixes_now(engine) else {}
-        total = engine.task.work.total_rounds
-        if each and total is not None and self._finishes_now(engine):
-            payload["finish"] = torch.tensor(_FINISH * total)
-        if len(others):
-            yield from engine.call(
-                train_member,
-                others,
-                models=state.centers,
-                refs=labels,
-                payload=payload,
-                each=each,
-                work=work,
-                rng=rng,
-            )
+        finishing = self._finishing(state, engine)[state.labels[others]]
+        for group, more in ((others[~finishing], {}), (others[finishing], {"finish": self._rounds_to_finish(engine)})):
+            labels = state.labels[group]
+            each = _told(state, labels) if self._mixes_now(engine) else {}
+            if len(group):
+                yield from engine.call(
+                    train_member,
+                    group,
+                    models=state.centers,
+                    refs=labels,
+                    payload=payload | more,
+                    each=each,
+                    work=work,
+                    rng=rng,
+                )
         if len(some):
             table = torch.cat([state.centers, state.trials])
             labels = state.labels[some]
@@ -349,14 +353,22 @@ class Coterie(SignedMethod[CoterieState]):
             yield from engine.call(try_member, some, models=table, refs=refs, each=each, work=work, rng=rng)
 
     def _mixes_now(self, engine: Engine) -> bool:
-        """Whether clients compare mixes in this round: in every other one, which saves time, and in the last."""
+        """Whether clients compare mixes in this round: in some, which saves time, and in the last."""
         is_last = engine.round == engine.task.work.total_rounds
-        return self.serve == "own" and (engine.round % 2 == 0 or is_last or engine.participation < 1)
+        return self.serve == "own" and (engine.round % _COMPARE == 0 or is_last or engine.participation < 1)
 
-    def _finishes_now(self, engine: Engine) -> bool:
-        """Whether clients finish their own models: in the last rounds, so that each does so about once."""
+    def _finishing(self, state: CoterieState, engine: Engine) -> Tensor:
+        """The clusters whose members finish their own models in this round, bool [K].
+
+        In the last rounds, so that each client does so about once; and where own models have the larger share.
+        """
         left = (engine.task.work.total_rounds or 0) - engine.round
-        return 0 <= left < max(1, round(1 / engine.participation))
+        is_time = self.serve == "own" and 0 <= left < max(1, round(1 / engine.participation))
+        prefer_own = mixes(state.curves.device)[state.curves.argmin(1), 0] >= _OWN
+        return (prefer_own & is_time).cpu()
+
+    def _rounds_to_finish(self, engine: Engine) -> Tensor:
+        return torch.tensor(_FINISH * (engine.task.work.total_rounds or 0))
 
     def _by_class(self, engine: Engine) -> Tensor:
         return torch.tensor(float(self.signs_classes(engine)))
@@ -517,6 +529,7 @@ class _Update:
         method, before = self._method, state.num_clusters
         low, high = method.bounds
         most = _MOST_CLUSTERS if high is None else high
+        doubt = 0.0
         looks = [self._evidence(state, cluster) for cluster in range(before)]
         noise = Noise.of(Halves.joined([found for _, found in looks]))
         for cluster, (members, found) in enumerate(looks):
@@ -537,10 +550,11 @@ class _Update:
                 if self._can_try(inside):
                     finer = find_kinds(found.at(inside), noise, keys[inside], limits)
                     state = self._proposed(state, number, members[inside], finer)
+                    doubt = max(doubt, finer.last)
             if kinds.count == 1 and len(state.proposals) == proposed and room > 1 and self._is_look:
                 nearly = find_kinds(found, noise, keys, Limits(method.clear, method.worth, least=2, most=2))
                 state = self._decided(state, "refused", [cluster], nearly)
-        return _with_shares(state)
+        return _with_shares(replace(state, doubt=min(doubt, _LARGE)))
 
     @property
     def _is_look(self) -> bool:

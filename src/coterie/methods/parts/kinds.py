@@ -125,6 +125,7 @@ class Kinds:
     labels: Tensor  # int64 [n] on the CPU
     z: float = torch.inf  # the least clear difference between two of them; inf if there is only one
     q: float = torch.inf
+    last: float = 0.0  # z of the last pair that was merged
 
     @property
     def count(self) -> int:
@@ -152,23 +153,23 @@ def find_kinds(found: Halves, noise: Noise, keys: Tensor, limits: Limits) -> Kin
     sorted_found = found.at(order)
     some = torch.arange(min(len(found), _MOST))
     labels = torch.zeros(len(found), dtype=torch.int64)
-    labels[: len(some)] = _merged(sorted_found.at(some), noise, limits)
+    labels[: len(some)], last = _merged(sorted_found.at(some), noise, limits)
     if len(some) < len(found):
         known = torch.arange(len(found)) < len(some)
         labels = _nearest(sorted_found, labels, known, noise)
     labels = _settled(sorted_found, labels, noise, limits)
     labels = torch.zeros_like(labels).index_copy(0, order, labels)
-    return _described(found, labels, noise)
+    return _described(found, labels, noise, last)
 
 
-def _described(found: Halves, labels: Tensor, noise: Noise) -> Kinds:
+def _described(found: Halves, labels: Tensor, noise: Noise, last: float) -> Kinds:
     """The kinds with the evidence for the least clear of their differences."""
     count = int(labels.max()) + 1
     if count < 2:
-        return Kinds(labels)
+        return Kinds(labels, last=last)
     z, q = _between(found, labels, noise)
     at = int(z.argmin())
-    return Kinds(labels, float(z.flatten()[at]), float(q.flatten()[at]))
+    return Kinds(labels, float(z.flatten()[at]), float(q.flatten()[at]), last)
 
 
 def _between(found: Halves, labels: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
@@ -179,8 +180,8 @@ def _between(found: Halves, labels: Tensor, noise: Noise) -> tuple[Tensor, Tenso
     return z.fill_diagonal_(torch.inf), q.fill_diagonal_(torch.inf)
 
 
-def _merged(found: Halves, noise: Noise, limits: Limits) -> Tensor:
-    """Merge single clients until all groups that are left differ: labels [n]."""
+def _merged(found: Halves, noise: Noise, limits: Limits) -> tuple[Tensor, float]:
+    """Merge single clients until all groups that are left differ: labels [n], and z of the last pair."""
     count, device = len(found), found.first.device
     most = count if limits.most is None else limits.most
     every = torch.arange(count, device=device)
@@ -188,13 +189,14 @@ def _merged(found: Halves, noise: Noise, limits: Limits) -> Tensor:
     first, second, counts = found.first.clone(), found.second.clone(), found.counts.clone()
     alive = torch.ones(count, dtype=torch.bool, device=device)
     labels = torch.arange(count)
-    left = count
+    left, last = count, 0.0
     while left > limits.least:
         # Pairs that are clear but not worth it come after all that are not clear.
         cost = torch.where(q < limits.worth, z.clamp_max(limits.clear), z)
         a, b = divmod(int(cost.argmin()), count)
         if left <= most and bool(limits.differ(z[a, b], q[a, b])):
             break
+        last = float(z[a, b])
         for rows, part in ((first, 0), (second, 1)):
             weights = counts[[a, b], :, part]
             rows[a] = (rows[[a, b]] * weights.unsqueeze(2)).sum(0) / weights.sum(0).clamp_min(1).unsqueeze(1)
@@ -208,7 +210,7 @@ def _merged(found: Halves, noise: Noise, limits: Limits) -> Tensor:
             matrix[b], matrix[:, b] = torch.inf, torch.inf
             matrix[a, here], matrix[here, a] = row[0], row[0]
             matrix[a, a] = torch.inf
-    return _numbered(labels)
+    return _numbered(labels), last
 
 
 def _settled(found: Halves, labels: Tensor, noise: Noise, limits: Limits) -> Tensor:
