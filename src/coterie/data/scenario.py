@@ -312,8 +312,8 @@ class Partition:
 def partition_by_settings(partition: Partition) -> list[ClientShare]:
     """Partition each group by `samples`, `alpha` and `quantity`; by default each sample goes to exactly one client.
 
-    Groups have different views, so each group may use a sample once. With `kinds`, a smaller group uses only some of its
-    samples: its clients have as many as those of the largest.
+    Groups have different views, so each group may use a sample once. With `kinds`, a smaller group uses only some
+    of its samples: its clients have as many as those of the largest.
     """
     common, groups = partition.common, partition.client_groups()
     largest = max(groups.count(group) for group in groups)
