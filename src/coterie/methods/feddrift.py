@@ -65,6 +65,7 @@ class FedDrift(Averaging[DriftState]):
     key: ClassVar[str] = "feddrift"
     paper: ClassVar[str] = "Jothimurugesan et al. 2023"
     state_type: ClassVar[type[ClusterState]] = DriftState
+    finds_clusters: ClassVar[bool] = True
 
     weighting: Literal["samples", "equal"] = setting("samples", "weight of a client in its cluster's mean")
     delta: float = setting(1.0, "rise of the loss that is a drift, and distance up to which models are merged", gt=0)

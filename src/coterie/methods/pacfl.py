@@ -84,6 +84,7 @@ class PACFL(ClusterOnce[PacflState]):
     key: ClassVar[str] = "pacfl"
     paper: ClassVar[str] = "Vahidian et al. 2023"
     state_type: ClassVar[type[ClusterState]] = PacflState
+    finds_clusters: ClassVar[bool] = True
 
     beta: float = setting(12.0, "cut of the dendrogram, in degrees", gt=0, le=90)
     vectors: int = setting(3, "singular vectors of each class (p)", ge=1)
