@@ -133,9 +133,12 @@ def test_a_name_that_is_taken_is_refused(command: Command):
         (["--seeds", "nan"], "or a list (1,4,7). Got 'nan' instead."),
         (["--seeds", "9-5"], "Got '9-5' instead."),
         (["--jobs", "0"], "--jobs must be an int >= 1. Got '0' instead."),
-        (["--scenarios", "none.toml"], "There is no file none.toml; --scenarios takes 'default' or a TOML file"),
+        (
+            ["--scenarios", "none.toml"],
+            "There is no file none.toml; --scenarios takes 'default', 'kind' or a TOML file",
+        ),
         (["--scenarios", "default", "--set", "scenario.alfa=1"], "Did you mean 'alpha'?"),
-        (["--scenarios", "default", "--clients", "5"], "Situation 'k-large': num_clusters"),
+        (["--scenarios", "default", "--clients", "5"], "Situation 'kinds-8': clients must be at least"),
         (["-a", "fedavg", "-a", "fesm"], "Did you mean 'fesem'?"),
         (["--clusters", "9"], "must be at most the number of clients, 8. Got 9 instead."),
         (["--clusters", "0"], "Got '0' instead."),
@@ -221,6 +224,11 @@ def test_every_method_in_every_situation(command: Command):
     best = max(row["accuracy"]["macro"]["mean"] for row in found["rows"][:2])
     assert f"**{100 * best:.1f}±" in page
     assert "| equal | nothing is difficult | `algorithm.num_clusters=4` |" in page
+    assert "| method | equal | skewed | worst regret | bytes / fedavg |" in page
+    worst = max(row["regret"] for row in found["rows"] if row["algorithm"] == "fedavg")
+    assert [item["method"] for item in found["methods"]] == ["fedavg", "fesem"]
+    assert (found["methods"][0]["worst_regret"], found["methods"][0]["bytes_to_fedavg"]) == (worst, 1.0)
+    assert f"| {100 * worst:.1f} | 1.00 |" in page
 
     together = command(*base, "--json", "--jobs", 2, "--name", "two").json
     assert without_time(together) == without_time(found)
@@ -231,10 +239,24 @@ def test_the_terminal_shows_a_table_for_each_number(command: Command):
     done = command("compare", "--scenarios", "own.toml", "-a", "local", "-a", "fesem", *TINY, *PLAN)
     lines = [line.strip() for line in done.out.splitlines()]
     assert lines[0] == "rotated-digits, 8 clients, 1 seed(s); the best of each situation is bold"
-    titles = ["accuracy, %", "5 worst clients, %", "ARI", "bytes sent per run"]
+    regret = "regret: points behind the best accuracy"
+    titles = ["accuracy, %", regret, "5 worst clients, %", "ARI", "bytes sent per run"]
     assert [line for line in lines if line in titles] == titles
-    assert done.out.count("┃ method ┃ equal ┃ skewed ┃") == 3
+    assert done.out.count("┃ method ┃ equal ┃ skewed ┃") == 4
+    assert (
+        "┃ method ┃ equal ┃ skewed ┃ worst regret ┃" in done.out
+    )  # without fedavg, there are no bytes to compare with
     assert "[4/4] skewed fesem seed 0: accuracy" in done.err
+
+
+def test_the_number_of_clusters_is_shown_for_methods_that_find_it(command: Command):
+    Path("own.toml").write_text(SITUATIONS)
+    found = command("compare", "--scenarios", "own.toml", "-a", "fesem", "-a", "cfl", *TINY, *PLAN, "--json").json
+    page = (Path(found["path"]) / "table.md").read_text()
+    table = page.partition("## clusters found\n\n")[2].partition("\n\n")[0]
+    assert [line.split(" | ")[0] for line in table.splitlines()] == ["| method", "| ---", "| cfl"]
+    means = [row["clusters"]["mean"] for row in found["rows"] if row["algorithm"] == "cfl"]
+    assert table.endswith(f"| {means[0]:.1f} | {means[1]:.1f} |")
 
 
 def test_the_same_command_continues_a_stopped_comparison(command: Command, monkeypatch: pytest.MonkeyPatch):

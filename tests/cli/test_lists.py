@@ -103,4 +103,4 @@ def test_runs_of_another_folder_and_none_at_all(command: Command, tmp_path: Path
 def test_the_built_in_situations_are_listed_with_what_they_change(command: Command):
     found = {item["name"]: item for item in command("list", "situations", "--json").json}
     assert "algorithm.num_clusters=2" in found["k-small"]["changes"]
-    assert "run.participation=0.2" in command("list", "situations").out
+    assert "run.participation=0.1" in command("list", "situations").out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,6 +115,39 @@ def test_client_groups_are_even():
         assert set(sizes) == set(range(groups))
         assert max(sizes.values()) - min(sizes.values()) <= 1
         assert partition.client_groups() == sorted(partition.client_groups())
+
+
+def test_groups_have_the_shares_of_clients_that_are_asked_for():
+    found = partitioned("rotated", pictures(300), 40, groups=2, kinds=[0.95, 0.05])
+    assert found.groups is not None
+    assert torch.bincount(found.groups).tolist() == [38, 2]
+    assert len(set(found.train.sizes.tolist())) <= 2  # clients of a small group are not larger
+    scaled = partitioned("rotated", pictures(300), 10, groups=3, kinds=[3, 1, 1], samples=9, tests="own")
+    assert scaled.groups is not None
+    assert torch.bincount(scaled.groups).tolist() == [6, 2, 2]
+    assert set((scaled.train.sizes + scaled.valid.sizes + scaled.test.sizes).tolist()) == {9}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("rotated", {"groups": 2, "kinds": [0.5, -0.5]}, "kinds of Common must be .* > 0"),
+        ("rotated", {"groups": 3, "kinds": [0.5, 0.5]}, r"a share for each of the 3 groups\. Got 2 instead"),
+        ("iid", {"kinds": [0.5, 0.5]}, r"a share for each of the 1 groups\. Got 2 instead"),
+        ("rotated", {"groups": 2, "kinds": [0.95, 0.05]}, "8 clients leave a group without any"),
+    ],
+)
+def test_shares_of_clients_that_cannot_be_are_refused(name: str, values: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        partitioned(name, pictures(60), 8, **values)
+
+
+def test_groups_of_users_keep_their_numbers_of_clients():
+    users = np.repeat(np.arange(4), 5)
+    data = pictures(20, user=users, group=np.minimum(users, 1))
+    assert len(partitioned("by_user", data, None, kinds=[1, 3])) == 4
+    with pytest.raises(ConfigError, match="its own numbers of clients in each group"):
+        partitioned("by_user", data, None, kinds=[3, 1])
 
 
 def test_fewer_clients_than_groups_are_refused():

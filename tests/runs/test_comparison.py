@@ -10,7 +10,7 @@ import pytest
 
 from coterie.errors import RunError
 from coterie.runs.batch import Outcome
-from coterie.runs.comparison import Comparison, read_comparison, record_of, rows_of
+from coterie.runs.comparison import Comparison, read_comparison, record_of, rows_of, standings_of
 from coterie.runs.situations import Situation
 
 from .test_batch import cases_of
@@ -31,6 +31,40 @@ def test_rows_are_means_over_the_seeds_that_finished():
     assert row["accuracy"]["macro"] == {"mean": pytest.approx(0.6), "std": pytest.approx(0.02**0.5)}
     assert row["gradients"]["mean"] == 6
     assert row["ari"] is None
+
+
+def outcomes_of(scores: dict[tuple[str, str], float], **more: object) -> list[Outcome]:
+    """One run for each situation and method."""
+    return [
+        Outcome(cases_of([method], [0], situation=situation)[0], summary_of(score, algorithm=method, **more))
+        for (situation, method), score in scores.items()
+    ]
+
+
+def test_regret_is_the_distance_to_the_best_of_a_situation():
+    scores = {("a", "fedavg"): 0.7, ("a", "cfl"): 0.9, ("b", "fedavg"): 0.5, ("b", "cfl"): 0.375}
+    rows = rows_of(outcomes_of(scores))
+    assert [row["regret"] for row in rows] == pytest.approx([0.2, 0.0, 0.0, 0.125])
+    fedavg, cfl = standings_of(rows)
+    assert (fedavg["worst_regret"], fedavg["worst_situation"]) == (pytest.approx(0.2), "a")
+    assert (cfl["worst_regret"], cfl["worst_situation"]) == (0.125, "b")
+    assert cfl["mean_regret"] == 0.0625
+    assert (fedavg["finds_clusters"], cfl["finds_clusters"]) == (False, True)
+
+
+def test_a_method_that_lacks_a_situation_has_no_worst_regret():
+    rows = rows_of(outcomes_of({("a", "fedavg"): 0.7, ("a", "cfl"): 0.9, ("b", "fedavg"): 0.5}))
+    assert [standing["worst_regret"] for standing in standings_of(rows)] == [pytest.approx(0.2), None]
+    (alone,) = rows_of(outcomes_of({("a", "fedavg"): 0.7}, accuracy=None))
+    assert alone["regret"] is None
+    assert standings_of([alone])[0]["worst_regret"] is None
+
+
+def test_bytes_are_relative_to_fedavg():
+    rows = rows_of(outcomes_of({("a", "fedavg"): 0.7, ("a", "cfl"): 0.7, ("b", "cfl"): 0.7}))
+    rows[1]["bytes"]["up"] = {"mean": 50.0, "std": 0.0}  # 60 in all, where fedavg sends 30
+    assert [standing["bytes_to_fedavg"] for standing in standings_of(rows)] == [1.0, 2.0]
+    assert standings_of(rows[1:])[0]["bytes_to_fedavg"] is None
 
 
 def test_the_list_of_runs_has_one_flat_row_for_each():

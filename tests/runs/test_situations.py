@@ -83,11 +83,55 @@ def test_the_built_in_list_resolves_for_every_method_with_the_same_data():
         assert scenarios[0] == scenarios[1] == scenarios[2]
         assert scenario_of(found[3, situation.name, "local"]).common.reserve > 0  # fedds needs it
     clusters = {s: found[3, s, "fesem"].algorithm.num_clusters for _, s, _ in found}
-    assert (clusters.pop("k-small"), clusters.pop("k-large")) == (2, 6)
-    assert set(clusters.values()) == {4}
-    both = scenario_of(found[1, "both", "fesem"]).common
-    assert (both.quantity, both.alpha) == (0.5, 3.0)
-    assert found[1, "part-20", "fesem"].schedule.participation == 0.2
+    told = {"kinds-2": 2, "kinds-8": 8, "kind-5": 2, "k-small": 2, "k-large": 6}
+    assert clusters == {situation.name: told.get(situation.name, 4) for situation in situations}
+    skewed = scenario_of(found[1, "swap-dirichlet", "fesem"])
+    assert (skewed.common.alpha, skewed.common.sense, skewed.values["groups"]) == (0.3, "per_class", 4)
+    assert scenario_of(found[1, "kind-5", "fesem"]).common.kinds == (0.95, 0.05)
+    few = found[1, "part-10", "fesem"].schedule
+    assert (few.participation, few.rounds, found[1, "drift", "fesem"].schedule.rounds) == (0.1, 60, 20)
+
+
+def test_the_list_by_kind_differs_only_in_tests_and_in_what_is_served():
+    pairs = list(zip(find_situations("default", {}), find_situations("kind", {}), strict=True))
+    for like, kind in pairs:
+        assert (like.tables["scenario"]["tests"], kind.tables["scenario"]["tests"]) == ("like", "kind")
+        changed = {**like.tables, "scenario": like.tables["scenario"] | {"tests": "kind"}}
+        assert kind.tables == changed | {"algorithm": like.tables["algorithm"] | {"serve": "kind"}}
+    found = resolve_situations([kind for _, kind in pairs], {}, ["fedavg", "coterie"], [0])
+    assert {found[0, kind.name, "coterie"].algorithm.serve for _, kind in pairs} == {"kind"}
+    resolve_situations([pairs[0][1]], {}, ["fedavg"], [0])  # no method here has the field
+
+
+def test_a_method_that_finds_the_number_of_clusters_is_told_it_only_by_the_command():
+    situations = find_situations("default", {})
+    found = resolve_situations(situations, {}, ["coterie", "ifca"], [0])
+    assert {found[0, s.name, "coterie"].algorithm.num_clusters for s in situations} == {"auto"}
+    base = apply_set({}, ["algorithm.num_clusters=3"])
+    (by_hand,) = resolve_situations(situations[:1], base, ["coterie"], [0]).values()
+    assert by_hand.algorithm.num_clusters == 3
+
+
+def test_a_field_that_no_method_has_is_refused():
+    situations = [Situation("a", tables={"algorithm": {"serv": "kind"}})]
+    with pytest.raises(ConfigError, match="Situation 'a': .* named 'serv'. Did you mean 'serve'"):
+        resolve_situations(situations, {}, ["fedavg"], [0])
+
+
+def test_the_example_of_natural_users_resolves():
+    situations = read_situations(Path(__file__).parents[2] / "examples" / "writers.toml")
+    base = apply_set({}, ["run.dataset=writers-mnist"])
+    found = resolve_situations(situations, base, ["fedavg", "coterie"], [0])
+    assert {scenario_of(e).name for e in found.values()} == {"by_user"}
+    assert [scenario_of(found[0, s.name, "fedavg"]).common.tests for s in situations] == ["own", "kind"]
+    assert [found[0, s.name, "coterie"].algorithm.serve for s in situations] == ["own", "kind"]
+
+
+@pytest.mark.parametrize(("settings", "rounds"), [([], 30), (["run.rounds=5"], 15)])
+def test_rounds_are_relative_to_those_of_the_command_or_the_dataset(settings: list[str], rounds: int):
+    base = apply_set({}, ["run.dataset=flux-mnist", *settings])
+    few = next(s for s in find_situations("default", base) if s.name == "part-10")
+    assert few.tables["run"]["rounds"] == rounds
 
 
 @pytest.mark.parametrize("rounds", [1, 7, 40])
@@ -99,10 +143,10 @@ def test_drift_happens_in_the_middle(rounds: int):
 
 def test_a_situation_wins_over_the_command_and_leaves_the_rest():
     base = apply_set({}, ["algorithm.num_clusters=9", "work.lr=0.5", "scenario.valid=0.3"])
-    tables = default_situations(20)[0].over(base)
-    assert tables["algorithm"]["num_clusters"] == 4
-    assert tables["work"]["lr"] == 0.5
-    assert tables["scenario"]["valid"] == 0.3
+    ((_, found),) = resolve_situations(default_situations(20)[:1], base, ["fesem"], [0]).items()
+    assert found.algorithm.num_clusters == 4
+    assert found.work.lr == 0.5
+    assert scenario_of(found).common.valid == 0.3
 
 
 def test_the_samples_of_the_dataset_stay_where_the_scenario_changes():
@@ -110,7 +154,7 @@ def test_the_samples_of_the_dataset_stay_where_the_scenario_changes():
     found = {s.name: s.over(base)["scenario"] for s in default_situations(20)}
     assert {s["samples"] for s in found.values()} == {1000}
     assert "groups" not in found["iid"]
-    assert (found["swap"]["alpha"], found["alpha"]["alpha"]) == (100.0, 3.0)
+    assert (found["swap"]["alpha"], found["swap-dirichlet"]["alpha"]) == (100.0, 0.3)
 
 
 def test_a_field_of_some_scenarios_goes_to_those():
@@ -127,5 +171,5 @@ def test_a_field_of_some_scenarios_goes_to_those():
 
 
 def test_a_missing_file_says_what_is_taken():
-    with pytest.raises(CoterieError, match="'default' or a TOML file"):
+    with pytest.raises(CoterieError, match="'default', 'kind' or a TOML file"):
         find_situations("defalt", {})

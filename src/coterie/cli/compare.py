@@ -24,8 +24,9 @@ def compare(
         str | None,
         typer.Option(
             "--scenarios",
-            metavar="default|FILE",
-            help="Compare in several situations: the built-in list (see 'coterie list situations'), or a TOML file.",
+            metavar="default|kind|FILE",
+            help="Compare in several situations: the built-in list (see 'coterie list situations'), the same with "
+            "tests on all data of a client's kind, or a TOML file.",
         ),
     ] = None,
     seeds: SeedsFlag = "1",

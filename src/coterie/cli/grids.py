@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -11,10 +11,11 @@ from rich.text import Text
 
 from coterie.cli.output import table_of
 from coterie.runs.batch import SITUATION
-from coterie.runs.comparison import Row
-from coterie.runs.metrics import METRICS, Format
+from coterie.runs.comparison import Row, standings_of, total_bytes
+from coterie.runs.metrics import METRICS, Format, Metric
 from coterie.views.words import size_text
 
+_POINTS = Format(100, 1)
 SHOWN = ("accuracy", "bottom5", "ari")  # keys of metrics; bytes come last
 
 
@@ -41,32 +42,58 @@ class Grid:
 
 
 def grids_of(rows: Sequence[Row]) -> list[Grid]:
-    """Accuracy, worst clients, agreement with the true groups, and bytes sent."""
-    found = []
-    for key in SHOWN:
-        metric = METRICS[key]
-        title = f"{metric.label}{', %' if metric.format.factor == 100 else ''}"
-        found.append(
-            _grid(title, rows, metric.read, Format(metric.format.factor, 1 if metric.format.factor == 100 else 2))
-        )
-    found.append(_grid("bytes sent per run", rows, _bytes, None))
-    return found
-
-
-def _grid(title: str, rows: Sequence[Row], read: Any, form: Format | None) -> Grid:
-    place = {(row["labels"]["method"], row["labels"][SITUATION]): row for row in rows}
-    methods, situations = (list(dict.fromkeys(key[i] for key in place)) for i in (0, 1))
+    """Accuracy, regret, worst clients, agreement with the true groups, clusters that were found, and bytes sent."""
     several = any(row["seeds"] > 1 for row in rows)
+
+    def score(metric: Metric) -> Grid:
+        is_share = metric.format.factor == 100
+        form = Format(metric.format.factor, 1 if is_share else 2)
+        title = f"{metric.label}{', %' if is_share else ''}"
+        return _grid(title, rows, lambda row: _text(metric.read(row), form, several), max)
+
+    accuracy, *others = (score(METRICS[key]) for key in SHOWN)
+    standings = standings_of(rows)
+    finders = {standing["method"] for standing in standings if standing["finds_clusters"]}
+    found = [row for row in rows if row["labels"]["method"] in finders]
+    return [
+        accuracy,
+        _regret(rows, standings),
+        *others,
+        *([_grid("clusters found", found, lambda row: _text(row["clusters"], Format(1, 1), several))] if found else []),
+        _grid("bytes sent per run", rows, lambda row: _text(total_bytes(row), None, several)),
+    ]
+
+
+def _regret(rows: Sequence[Row], standings: Sequence[Row]) -> Grid:
+    """Points behind the best in each situation; then the worst of them, and bytes as a multiple of FedAvg's."""
+    found = _grid("regret: points behind the best accuracy", rows, lambda row: _POINTS.text(row["regret"]), min)
+    heads = {"worst regret": ("worst_regret", _POINTS)}
+    if any(standing["bytes_to_fedavg"] is not None for standing in standings):
+        heads["bytes / fedavg"] = ("bytes_to_fedavg", Format())
+    for head, (key, form) in heads.items():
+        texts = {standing["method"]: form.text(standing[key]) for standing in standings}
+        best = _best(texts.values(), min) if key == "worst_regret" else ""
+        found.cells.update({(m, head): Cell(text, text == best) for m, text in texts.items()})
+    return replace(found, situations=[*found.situations, *heads])
+
+
+def _grid(
+    title: str, rows: Sequence[Row], show: Callable[[Row], str], choose: Callable[..., str] | None = None
+) -> Grid:
+    """A cell for each row; `choose` says whether the largest or the smallest of a situation is the best."""
+    place = {(row["labels"]["method"], row["labels"][SITUATION]): show(row) for row in rows}
+    methods, situations = (list(dict.fromkeys(key[i] for key in place)) for i in (0, 1))
     cells: dict[tuple[str, str], Cell] = {}
     for situation in situations:
-        values = {method: read(place[method, situation]) for method in methods if (method, situation) in place}
-        texts = {method: _text(value, form, several) for method, value in values.items()}
-        best = (
-            max((texts[m].partition("±")[0] for m in texts if texts[m] != "-"), key=float, default="") if form else ""
-        )
+        texts = {method: place[method, situation] for method in methods if (method, situation) in place}
+        best = _best(texts.values(), choose) if choose else ""
         for method, text in texts.items():
             cells[method, situation] = Cell(text, bool(best) and text.partition("±")[0] == best)
     return Grid(title, methods, situations, cells)
+
+
+def _best(texts: Iterable[str], choose: Callable[..., str]) -> str:
+    return choose((text.partition("±")[0] for text in texts if text != "-"), key=float, default="")
 
 
 def _text(value: Any, form: Format | None, several: bool) -> str:
@@ -75,11 +102,6 @@ def _text(value: Any, form: Format | None, several: bool) -> str:
     if form is None:
         return size_text(value["mean"])
     return form.text(value["mean"]) + (f"±{form.text(value['std'])}" if several else "")
-
-
-def _bytes(row: Row) -> dict[str, float] | None:
-    parts = [row["bytes"][way] for way in ("down", "up")]
-    return None if None in parts else {"mean": sum(part["mean"] for part in parts)}
 
 
 def print_grids(console: Console, grids: Sequence[Grid], title: str) -> None:
@@ -131,7 +153,7 @@ def _plain_markdown(rows: Sequence[Row]) -> str:
     lines = [[*labels, *(f"{m.label}{', %' if m.format.unit == '%' else ''}" for m in shown), "bytes sent", "seconds"]]
     for row in rows:
         scores = [_text(metric.read(row), metric.format, several) for metric in shown]
-        costs = [_text(_bytes(row), None, several), _text(row["seconds"], Format(1, 1), several)]
+        costs = [_text(total_bytes(row), None, several), _text(row["seconds"], Format(1, 1), several)]
         lines.append([*(str(row["labels"].get(label, "")) for label in labels), *scores, *costs])
     return _markdown_table(lines)
 

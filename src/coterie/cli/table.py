@@ -14,7 +14,7 @@ from coterie.cli.grids import grids_of, markdown_of, print_grids
 from coterie.cli.output import RoundProgress, clock, say, stdout, stop_on_ctrl_c, table_of
 from coterie.errors import CoterieError, Interrupted, RunsFailed
 from coterie.runs.batch import SITUATION, Case, Clock, Loader, Outcome, check_cases, run_cases
-from coterie.runs.comparison import Comparison, Row, record_of, rows_of
+from coterie.runs.comparison import Comparison, Row, record_of, rows_of, standings_of
 from coterie.runs.metrics import NUMBER, PERCENT, SECONDS, Format, Metric, metrics
 from coterie.runs.observers import Listener
 from coterie.runs.situations import Situation
@@ -106,7 +106,7 @@ def finish(outcomes: Sequence[Outcome], root: Comparison, dataset: str, json_: b
     about = (root.read_object("comparison.json") or {}).get("situations", [])
     root.write_tables(rows, records, markdown_of(title, rows, grids, about))
     if json_:
-        more = {"situations": about, "runs": records} if grids else {}
+        more = {"situations": about, "methods": standings_of(rows), "runs": records} if grids else {}
         print(json.dumps({"path": str(root.path), "dataset": first["dataset"], "rows": rows, **more}))
         return
     console = stdout()

@@ -41,6 +41,9 @@ class Common:
     quantity: float | None = setting(
         None, "size skew: clients' shares ~ Dir(quantity), but not with sense=shares; by default equal sizes", gt=0
     )
+    kinds: tuple[float, ...] | None = setting(
+        None, "shares of the clients in each group, such as [0.95, 0.05]; by default equal", gt=0
+    )
     min_samples: int | None = setting(
         None, "minimum samples per client; users of the dataset with fewer are left out", ge=1
     )
@@ -117,7 +120,7 @@ class Partition:
         self.partitioner = partitioner
 
     def client_groups(self, total: int | None = None) -> list[int]:
-        """The group of each client, in order and as even as possible; `total` is by default `clients`."""
+        """The group of each client, in order: by `kinds`, or as even as possible; `total` is by default `clients`."""
         groups = len(self.views)
         if total is None:
             if self.clients is None:
@@ -125,7 +128,20 @@ class Partition:
             total = self.clients
         if total < groups:
             raise ConfigError(f"clients must be at least the number of groups, {groups}. Got {total} instead.")
-        return [i * groups // total for i in range(total)]
+        if self.common.kinds is None:
+            return [i * groups // total for i in range(total)]
+        if len(self.common.kinds) != groups:
+            raise ConfigError(
+                f"scenario.kinds needs a share for each of the {groups} groups. Got {len(self.common.kinds)} instead."
+            )
+        shares = torch.tensor(self.common.kinds, dtype=torch.float64)
+        sizes = round_shares(shares / shares.sum(), total).tolist()
+        if 0 in sizes:
+            raise ConfigError(
+                f"With scenario.kinds={list(self.common.kinds)}, {total} clients leave a group without any; "
+                "use more clients or other shares."
+            )
+        return [group for group, size in enumerate(sizes) for _ in range(size)]
 
     def pool(self, group: int) -> tuple[Tensor, Tensor]:
         """Training and test rows available to a group; training rows exclude reserved ones."""
@@ -201,6 +217,8 @@ class Partition:
             own, middle = cut(share.train, self.common.valid) if share.valid is None else (share.train, share.valid)
             train.append(own)
             held.append(middle)
+        if self.common.kinds is not None and sorted(s.group for s in shares) != self.client_groups(len(shares)):
+            raise ConfigError("This scenario has its own numbers of clients in each group; leave out scenario.kinds.")
         names = tuple(share.name for share in shares)
         groups = torch.tensor([share.group for share in shares])
         view = groups if len(self.views) > 1 else torch.zeros_like(groups)
@@ -294,21 +312,24 @@ class Partition:
 def partition_by_settings(partition: Partition) -> list[ClientShare]:
     """Partition each group by `samples`, `alpha` and `quantity`; by default each sample goes to exactly one client.
 
-    Groups have different views, so each group may use a sample once.
+    Groups have different views, so each group may use a sample once. With `kinds`, a smaller group uses only some
+    of its samples: its clients have as many as those of the largest.
     """
-    groups = partition.client_groups()
+    common, groups = partition.common, partition.client_groups()
+    largest = max(groups.count(group) for group in groups)
     found = []
     for group, name in enumerate(partition.group_names):
         members, point = groups.count(group), partition.rng.at("deal", group)
-        if partition.common.tests == "own":
-            train, test = split_with_tests(partition, group, members, point)
-            found += [
-                ClientShare(f"{name}-{number:03d}", group, mine, kept)
-                for number, (mine, kept) in enumerate(zip(train, test, strict=True))
-            ]
+        parts = members if common.kinds is None or common.samples is not None else largest
+        if common.tests == "own":
+            train, test = split_with_tests(partition, group, parts, point)
+            every: list[tuple[Tensor, Tensor | int]] = list(zip(train, test, strict=True))
         else:
-            shares = split_rows(partition, partition.pool(group)[0], members, point)
-            found += [ClientShare(f"{name}-{number:03d}", group, rows, group) for number, rows in enumerate(shares)]
+            every = [(rows, group) for rows in split_rows(partition, partition.pool(group)[0], parts, point)]
+        found += [
+            ClientShare(f"{name}-{number:03d}", group, mine, kept)
+            for number, (mine, kept) in enumerate(every[:members])
+        ]
     return found
 
 

@@ -163,6 +163,7 @@ class Algorithm(abc.ABC, Generic[S]):
     key: ClassVar[str]
     paper: ClassVar[str] = ""
     state_type: ClassVar[type[ClusterState]] = ClusterState
+    finds_clusters: ClassVar[bool] = False  # whether the number of clusters is a result
     needs_validation: ClassVar[bool] = False  # whether clients compare models on validation samples
 
     @abc.abstractmethod

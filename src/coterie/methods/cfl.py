@@ -74,6 +74,7 @@ class CFL(Averaging[CFLState]):
     key: ClassVar[str] = "cfl"
     paper: ClassVar[str] = "Sattler et al. 2020; FedCluster in the FeSEM paper"
     state_type: ClassVar[type[ClusterState]] = CFLState
+    finds_clusters: ClassVar[bool] = True
 
     weighting: Literal["samples", "equal"] = setting("samples", "weight of a client in its cluster's mean")
     thresholds: Literal["confirmed", "relative", "absolute"] = setting(

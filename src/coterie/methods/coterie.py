@@ -210,6 +210,7 @@ class Coterie(SignedMethod[CoterieState]):
     key: ClassVar[str] = "coterie"
     paper: ClassVar[str] = "this project; builds on FeSEM, MD-ICFL, CFL and APFL"
     state_type: ClassVar[type[ClusterState]] = CoterieState
+    finds_clusters: ClassVar[bool] = True
     choice_share: ClassVar[float] = 0.03
 
     num_clusters: int | str = setting(AUTO, "number of clusters K: auto finds it; a number; or a range such as 2-6")

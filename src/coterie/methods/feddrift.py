@@ -65,6 +65,7 @@ class FedDrift(Averaging[DriftState]):
     key: ClassVar[str] = "feddrift"
     paper: ClassVar[str] = "Jothimurugesan et al. 2023"
     state_type: ClassVar[type[ClusterState]] = DriftState
+    finds_clusters: ClassVar[bool] = True
 
     weighting: Literal["samples", "equal"] = setting("samples", "weight of a client in its cluster's mean")
     delta: float = setting(

@@ -159,6 +159,7 @@ class Flux(ClusterOnce[FluxState]):
     key: ClassVar[str] = "flux"
     paper: ClassVar[str] = "FLUX, NeurIPS 2025 (arXiv 2511.22305)"
     state_type: ClassVar[type[ClusterState]] = FluxState
+    finds_clusters: ClassVar[bool] = True
 
     gain: float = setting(0.06, "the warm-up ends once a round gains less accuracy than this", ge=0, le=1)
     latest: float = setting(0.8, "share of the rounds after which the warm-up ends in any case", gt=0, le=1)

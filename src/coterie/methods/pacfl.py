@@ -84,6 +84,7 @@ class PACFL(ClusterOnce[PacflState]):
     key: ClassVar[str] = "pacfl"
     paper: ClassVar[str] = "Vahidian et al. 2023"
     state_type: ClassVar[type[ClusterState]] = PacflState
+    finds_clusters: ClassVar[bool] = True
 
     beta: float = setting(12.0, "angle at which the dendrogram is cut, in degrees", gt=0, le=90)
     vectors: int = setting(3, "number of singular vectors for each class (p)", ge=1)

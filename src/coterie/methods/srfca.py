@@ -66,6 +66,7 @@ class SRFCA(ClusterOnce[SrfcaState]):
     key: ClassVar[str] = "srfca"
     paper: ClassVar[str] = "Vardhan, Ghosh, Mazumdar 2024"
     state_type: ClassVar[type[ClusterState]] = SrfcaState
+    finds_clusters: ClassVar[bool] = True
 
     robust: str = robust_setting("trimmed_mean")
     robust_share: float = setting(0.15, "share that the trimmed mean drops at each end", ge=0, lt=0.5)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import RunError
+from coterie.methods.base import find_algorithm
 from coterie.runs.batch import SITUATION, Case, Outcome, check_folders
 from coterie.runs.files import SCHEMA, Files
 from coterie.runs.folder import RunFolder
@@ -27,6 +28,7 @@ from coterie.runs.situations import Situation
 
 Row = dict[str, Any]
 FILE = "comparison.json"
+_FEDAVG = "fedavg"
 
 
 class Comparison(Files):
@@ -138,15 +140,66 @@ def record_of(outcome: Outcome) -> Row:
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
-    """One row per set of labels, over the seeds that finished."""
+    """One row per set of labels, over the seeds that finished; in situations, with the regret.
+
+    The regret of a method is how far its mean accuracy is below the best one in that situation.
+    """
     found: dict[tuple[tuple[str, str], ...], list[dict[str, Any]]] = {}
     for outcome in outcomes:
         if outcome.summary is not None:
             found.setdefault(outcome.case.labels, []).append(outcome.summary)
-    return [
+    rows = [
         {"algorithm": runs[0]["algorithm"], "labels": dict(labels), **_over_seeds(runs)}
         for labels, runs in found.items()
     ]
+    best: dict[str, float] = {}
+    for row in rows:
+        if SITUATION in row["labels"] and (score := _mean_accuracy(row)) is not None:
+            best[row["labels"][SITUATION]] = max(score, best.get(row["labels"][SITUATION], score))
+    for row in rows:
+        if SITUATION in row["labels"]:
+            score = _mean_accuracy(row)
+            row["regret"] = None if score is None else best[row["labels"][SITUATION]] - score
+    return rows
+
+
+def standings_of(rows: Sequence[Row]) -> list[Row]:
+    """Each method over all situations: worst and mean regret, bytes relative to FedAvg, and whether it finds K.
+
+    A regret is None if the method lacks a score in some situation. The bytes are a mean of the ratios in the situations
+    that FedAvg has, too.
+    """
+    place = {(row["labels"]["method"], row["labels"][SITUATION]): row for row in rows}
+    methods, situations = (list(dict.fromkeys(key[i] for key in place)) for i in (0, 1))
+    found = []
+    for method in methods:
+        own = {situation: place[method, situation] for situation in situations if (method, situation) in place}
+        regrets = {s: float(row["regret"]) for s, row in own.items() if row["regret"] is not None}
+        worst = max(regrets, key=regrets.__getitem__) if len(regrets) == len(situations) else None
+        sent = [(total_bytes(row), total_bytes(place[_FEDAVG, s])) for s, row in own.items() if (_FEDAVG, s) in place]
+        ratios = [mine["mean"] / usual["mean"] for mine, usual in sent if mine and usual]
+        found.append(
+            {
+                "method": method,
+                "worst_regret": None if worst is None else regrets[worst],
+                "worst_situation": worst,
+                "mean_regret": None if worst is None else statistics.fmean(regrets.values()),
+                "bytes_to_fedavg": statistics.fmean(ratios) if ratios else None,
+                "finds_clusters": find_algorithm(method).finds_clusters,
+            }
+        )
+    return found
+
+
+def total_bytes(row: Row) -> dict[str, float] | None:
+    """The mean of all bytes that were sent in a run."""
+    parts = [row["bytes"][way] for way in ("down", "up")]
+    return None if None in parts else {"mean": sum(part["mean"] for part in parts)}
+
+
+def _mean_accuracy(row: Row) -> float | None:
+    found: float | None = _at(row, ("accuracy", "macro", "mean"))
+    return found
 
 
 def _over_seeds(summaries: list[dict[str, Any]]) -> Row:

@@ -173,8 +173,13 @@ def resolve(tables: Tables) -> Experiment:
     )
 
 
-def resolve_each(tables: Tables, names: list[str], seeds: Sequence[int]) -> dict[tuple[str, int], Experiment]:
-    """The same settings for several methods and seeds; a method gets the fields of [algorithm] that it has."""
+def resolve_each(
+    tables: Tables, names: list[str], seeds: Sequence[int], more: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[tuple[str, int], Experiment]:
+    """The same settings for several methods and seeds; a method gets the fields of [algorithm] that it has.
+
+    `more` holds, by method, fields of [algorithm] that win over these.
+    """
     wanted = tables.get("algorithm", {})
     known = {name: set(fields_of(find_algorithm(name))) for name in names}
     every = set().union(*known.values())
@@ -183,9 +188,9 @@ def resolve_each(tables: Tables, names: list[str], seeds: Sequence[int]) -> dict
             raise UnknownName(f"field of algorithm ({', '.join(names)}) named", key, every)
 
     def one(name: str, seed: int, reserve: int | None = None) -> Experiment:
-        own = {key: value for key, value in wanted.items() if key in known[name]}
-        more = {} if reserve is None else {"reserve": reserve}
-        layer: Tables = {"run": {"algorithm": name, "seed": seed}, "scenario": more}
+        own = {key: value for key, value in wanted.items() if key in known[name]} | dict((more or {}).get(name, {}))
+        held = {} if reserve is None else {"reserve": reserve}
+        layer: Tables = {"run": {"algorithm": name, "seed": seed}, "scenario": held}
         return resolve(merge(tables, layer) | {"algorithm": own})
 
     # A fair comparison: if one method needs indicator samples, they are held out for all.

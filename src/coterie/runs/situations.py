@@ -7,7 +7,7 @@ A situation is written relative to a base, which is everything else that the com
     about = "30 % of the clients change their kind"
     run.scenario = "rotated+drift"       # the tables and fields are those of --config and --set
     scenario.at = [10]
-    algorithm.num_clusters = 4
+    algorithm.num_clusters = 4           # for the methods that have this field and do not find K themselves
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from typing import Any
 from coterie.data.dataset import find_preset
 from coterie.data.scenario import scenario_fields
 from coterie.errors import ConfigError, UnknownName
+from coterie.methods.base import algorithms, find_algorithm
 from coterie.runs.experiment import Experiment, resolve_each
-from coterie.runs.settings import TABLES, RunSettings, Schedule, Tables, merge
+from coterie.runs.settings import AUTO, TABLES, RunSettings, Schedule, Tables, merge
+from coterie.settings import fields_of
 
-DEFAULT = "default"
-_KINDS = 4  # true groups of the built-in situations
+DEFAULT, KIND = "default", "kind"  # the built-in lists
 _NOT_HERE = {"algorithm": "--algorithm", "seed": "--seeds"}  # fields of [run] that the command chooses
 
 
@@ -49,8 +50,11 @@ class Situation:
         return " ".join(f"{table}.{key}={value}" for table, key, value in found)
 
     def over(self, base: Tables) -> Tables:
-        """The base with these settings. Fields of [scenario] that this scenario does not have are left out."""
-        merged = merge(base, self.tables)
+        """The base with these settings, except those of [algorithm].
+
+        Fields of [scenario] that this scenario does not have are left out.
+        """
+        merged = merge(base, {**self.tables, "algorithm": {}})
         preset = find_preset(merged["run"].get("dataset", RunSettings.dataset))
         known = self.scenario_fields(base)
         # The dataset's own samples per client, for example, stay where another scenario is chosen.
@@ -64,45 +68,73 @@ class Situation:
         preset = find_preset(run.get("dataset", RunSettings.dataset))
         return scenario_fields(run.get("scenario") or preset.scenario)
 
+    def algorithm_fields(self, method: str) -> dict[str, Any]:
+        """The settings of [algorithm] for a method: those that it has. A method that finds K itself is not told K."""
+        known = fields_of(find_algorithm(method))
+        found = {key: value for key, value in self.tables.get("algorithm", {}).items() if key in known}
+        if "num_clusters" in found and known["num_clusters"].default == AUTO:
+            found.pop("num_clusters")
+        return found
 
-def default_situations(rounds: int) -> list[Situation]:
-    """The built-in list: four kinds of clients and one difficulty at a time."""
 
-    def one(name: str, about: str, scenario: str = "rotated", clusters: int = _KINDS, **fields: Any) -> Situation:
-        kinds = {} if scenario == "iid" else {"groups": _KINDS}
+def default_situations(rounds: int, tests: str = "like") -> list[Situation]:
+    """The built-in list: from IID clients to kinds, skewed labels and sizes, few clients in a round, drift, a wrong K.
+
+    With tests="kind", clients are tested on all data of their kind, and methods serve models for it.
+    """
+    serving = {"serve": "kind"} if tests == "kind" else {}
+
+    def one(name: str, about: str, scenario: str, groups: int = 0, clusters: int = 4, **fields: Any) -> Situation:
         run = {"scenario": scenario, **fields.pop("run", {})}
         return Situation(
-            name, about, {"run": run, "scenario": {**kinds, **fields}, "algorithm": {"num_clusters": clusters}}
+            name,
+            about,
+            {
+                "run": run,
+                "scenario": {**({"groups": groups} if groups else {}), "tests": tests, **fields},
+                "algorithm": {"num_clusters": clusters, **serving},
+            },
         )
 
-    middle = max(1, rounds // 2)
-    swap = "label_swapped"
+    def labels(alpha: float) -> dict[str, Any]:
+        return {"alpha": alpha, "sense": "per_class"}
+
+    rotated, swapped, middle = "rotated", "label_swapped", max(1, rounds // 2)
+    few = {"participation": 0.1, "rounds": 3 * rounds}
     return [
-        one("equal", "four rotations, equal sizes, K = 4: nothing is difficult"),
-        one("quantity", "client sizes from Dir(0.5)", quantity=0.5),
-        one("alpha", "label skew: label vectors from Dir(3 p)", alpha=3.0),
-        one("both", "sizes from Dir(0.5) and label vectors from Dir(3 p)", quantity=0.5, alpha=3.0),
-        one("swap", "kinds differ in two swapped labels, not in their images", swap),
-        one("swap-alpha", "swapped labels and label vectors from Dir(3 p)", swap, alpha=3.0),
         one("iid", "one kind only, K = 4 all the same", "iid"),
-        one("part-20", "20 % of the clients in each round", run={"participation": 0.2}),
-        one("drift", "30 % of the clients change their kind in the middle", "rotated+drift", at=[middle], share=0.3),
-        one("k-small", "K = 2 for four kinds", clusters=2),
-        one("k-large", "K = 6 for four kinds", clusters=6),
+        one("rotation", "four rotations, K = 4: nothing is difficult", rotated, 4),
+        one("swap", "four kinds differ in two swapped labels, not in their images", swapped, 4),
+        one("dirichlet-0.1", "one kind, label vectors from Dir(0.1)", "dirichlet", **labels(0.1)),
+        one("dirichlet-0.5", "one kind, label vectors from Dir(0.5)", "dirichlet", **labels(0.5)),
+        one("rotation-dirichlet", "four rotations and label vectors from Dir(0.3)", rotated, 4, **labels(0.3)),
+        one("swap-dirichlet", "four swaps and label vectors from Dir(0.3)", swapped, 4, **labels(0.3)),
+        one("quantity", "one kind, client sizes from Dir(0.5)", "iid", quantity=0.5),
+        one("rotation-quantity", "four rotations and client sizes from Dir(0.5)", rotated, 4, quantity=0.5),
+        one("part-10", "four rotations, 10 % of the clients in each of three times the rounds", rotated, 4, run=few),
+        one("drift", "30 % change their rotation in the middle", "rotated+drift", 4, at=[middle], share=0.3),
+        one("kinds-2", "two rotations, K = 2", rotated, 2, 2),
+        one("kinds-8", "eight rotations, K = 8", rotated, 8, 8),
+        one("kind-5", "two rotations, one with 5 % of the clients, K = 2", rotated, 2, 2, kinds=[0.95, 0.05]),
+        one("k-small", "K = 2 for four rotations", rotated, 4, 2),
+        one("k-large", "K = 6 for four rotations", rotated, 4, 6),
     ]
 
 
 def find_situations(text: str, base: Tables) -> list[Situation]:
-    """The situations of `--scenarios`: 'default', or a file."""
-    if text == DEFAULT:
-        return default_situations(base.get("run", {}).get("rounds", Schedule.rounds))
-    return read_situations(Path(text))
+    """The situations of `--scenarios`: 'default', 'kind', or a file."""
+    if text not in (DEFAULT, KIND):
+        return read_situations(Path(text))
+    run = base.get("run", {})
+    preset = find_preset(run.get("dataset", RunSettings.dataset))
+    rounds = {"rounds": Schedule.rounds, **preset.run, **run}["rounds"]
+    return default_situations(rounds, "like" if text == DEFAULT else "kind")
 
 
 def read_situations(path: Path) -> list[Situation]:
     """The situations of a TOML file; a wrong table or field is an error that names it."""
     if not path.is_file():
-        raise ConfigError(f"There is no file {path}; --scenarios takes 'default' or a TOML file of situations.")
+        raise ConfigError(f"There is no file {path}; --scenarios takes 'default', 'kind' or a TOML file.")
     try:
         content = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
@@ -147,10 +179,16 @@ def resolve_situations(
     for key in base.get("scenario", {}):
         if key not in fields:
             raise UnknownName("field of these scenarios named", key, fields)
+    methods = [*algorithms(), *names]
+    known = {key for method in methods for key in fields_of(find_algorithm(method))}
     found: dict[tuple[int, str, str], Experiment] = {}
     for situation in situations:
         try:
-            every = resolve_each(situation.over(base), names, seeds)
+            for key in situation.tables.get("algorithm", {}):
+                if key not in known:
+                    raise UnknownName("field of algorithm named", key, known)
+            own = {name: situation.algorithm_fields(name) for name in names}
+            every = resolve_each(situation.over(base), names, seeds, own)
         except ConfigError as error:
             raise ConfigError(f"Situation '{situation.name}': {error}") from error
         found |= {(seed, situation.name, name): experiment for (name, seed), experiment in every.items()}

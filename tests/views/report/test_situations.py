@@ -66,6 +66,17 @@ def test_cells_hold_the_numbers_and_colours_are_relative_to_the_best(tmp_path: P
     assert {shade for row in ari["shades"] for shade in row} == {0.9}  # its value
 
 
+def test_regret_is_a_map_of_its_own_with_the_worst_of_each_method(tmp_path: Path):
+    heat = compare_payload(runs_of(tmp_path), SITUATIONS)["heat"]
+    assert [m["key"] for m in heat["maps"]] == ["accuracy", "regret", "bottom5", "ari"]
+    for line in heat["cells"]:
+        best = max(cell["accuracy"][0] for cell in line)
+        assert [cell["regret"][0] for cell in line] == pytest.approx([best - cell["accuracy"][0] for cell in line])
+    assert heat["worst"] == [max(line[c]["regret"][0] for line in heat["cells"]) for c in range(3)]
+    assert heat["worst"][0] == 0 < heat["worst"][1] < heat["worst"][2]
+    assert compare_payload(runs_of(tmp_path / "b")[2:], SITUATIONS)["heat"]["worst"][0] is None  # one is missing
+
+
 def test_a_method_without_a_run_in_a_situation_is_an_empty_cell(tmp_path: Path):
     heat = compare_payload(runs_of(tmp_path)[2:], SITUATIONS)["heat"]
     assert heat["methods"] == ["fesem", "fedavg", "local"]

@@ -52,6 +52,8 @@ class Corn(Part):
         partition.set_partitioner(self.shares)
 
     def shares(self, partition: Partition) -> list[ClientShare]:
+        if partition.common.kinds is not None:
+            raise ConfigError("corn has as many clients in each group; leave out scenario.kinds.")
         groups = partition.client_groups()
         if len(groups) % _GROUPS:
             raise ConfigError(f"corn needs a multiple of {_GROUPS} clients. Got {len(groups)} instead.")

@@ -1,7 +1,8 @@
 """A comparison over situations as a heat map: rows are situations, columns are methods.
 
 The colour of a score says how far a method is behind the best one in that situation, because situations differ in
-difficulty: 85 % may be the best there is. The agreement with the true groups is coloured by its value.
+difficulty: 85 % may be the best there is. The regret is that distance itself. The agreement with the true groups is
+coloured by its value.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from coterie.views.report.compare import Row
 
 BEHIND = 0.15  # a score this far behind the best has no colour
 MAPS = ("accuracy", "bottom5", "ari")  # keys of metrics; the first is shown at the start
+REGRET = "regret"
 _ABSOLUTE = ("ari",)  # coloured by the value itself
 
 
@@ -26,25 +28,45 @@ def heat_map(rows: Sequence[Row], situations: Sequence[Mapping[str, Any]]) -> di
     at = {(row.situation, row.label): row for row in rows}
     grid = [[at.get((name, method)) for method in methods] for name in names]
     about = {str(item["name"]): str(item.get("about", "")) for item in situations}
+    means = {key: [[None if row is None else row.mean(key) for row in line] for line in grid] for key in MAPS}
+    behind = [regrets(line) for line in means["accuracy"]]
+    maps = [
+        {
+            "key": key,
+            "title": METRICS[key].label,
+            "about": METRICS[key].about,
+            "unit": METRICS[key].format.unit,
+            "relative": key not in _ABSOLUTE,
+            "shades": [shades(line, key) for line in lines],
+        }
+        for key, lines in means.items()
+        if any(value is not None for line in lines for value in line)
+    ]
+    if any(value is not None for line in behind for value in line):
+        about_regret = "points behind the best accuracy of the situation"
+        maps.insert(1, {**maps[0], "key": REGRET, "title": REGRET, "about": about_regret})
     return {
         "names": names,
         "about": [about[name] for name in names],
         "methods": methods,
-        "cells": [[None if row is None else _cell(row) for row in line] for line in grid],
-        "maps": [
-            {
-                "key": key,
-                "title": METRICS[key].label,
-                "about": METRICS[key].about,
-                "unit": METRICS[key].format.unit,
-                "relative": key not in _ABSOLUTE,
-                "shades": [shades([None if row is None else row.mean(key) for row in line], key) for line in grid],
-            }
-            for key in MAPS
-            if any(row is not None and row.mean(key) is not None for line in grid for row in line)
+        "cells": [
+            [None if row is None else _cell(row) | {REGRET: [value, None]} for row, value in zip(*pair, strict=True)]
+            for pair in zip(grid, behind, strict=True)
         ],
+        "worst": [None if None in column else max(column) for column in zip(*behind, strict=True)],
+        "maps": maps,
         "behind": BEHIND,
     }
+
+
+def regrets(values: Sequence[float | None]) -> list[float | None]:
+    """How far each method is behind the best one in a situation.
+
+    >>> regrets([0.9, 0.84, None])
+    [0.0, 0.06, None]
+    """
+    best = max((value for value in values if value is not None), default=0.0)
+    return [None if value is None else round(best - value, 5) for value in values]
 
 
 def shades(values: Sequence[float | None], key: str) -> list[float | None]:

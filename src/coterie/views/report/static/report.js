@@ -424,17 +424,20 @@ const Report = (() => {
 
   // Situations and methods: the numbers are in the cells, so nothing is read from a colour or a tooltip alone.
   function heat(home, found) {
-    const { names, about, methods, cells, maps, behind } = found;
+    const { names, about, methods, cells, maps, behind, worst } = found;
     if (!names.includes(choices.situation)) choices.situation = names[0];
     const chosen = () => maps.find((m) => m.key === choices.heat) || maps[0];
     const text = (m, pair, digits) => (known(pair[0]) ? (m.unit === "%" ? 100 * pair[0] : pair[0]).toFixed(digits) : "–") + (known(pair[1]) ? ` ±${(m.unit === "%" ? 100 * pair[1] : pair[1]).toFixed(digits)}` : "");
     const title = (m) => `${m.title}${m.unit ? `, ${m.unit}` : ""}`;
-    panel(home, "heat", "Situations and methods", `Mean over the seeds. Colour of scores: how far a method is behind the best one in that situation; full colour and bold is the best, no colour is ${Math.round(100 * behind)} points or more behind. Colour of ARI: its value.`, (host, item) => {
-      const map = chosen();
+    panel(home, "heat", "Situations and methods", `Mean over the seeds. Colour of scores: how far a method is behind the best one in that situation; full colour and bold is the best, no colour is ${Math.round(100 * behind)} points or more behind. Regret: these points, and the worst of all situations. Colour of ARI: its value.`, (host, item) => {
+      const map = chosen(), isRegret = map.key === "regret"; // which has one more row: the worst of all situations
+      const least = Math.min(...worst.filter(known)), last = worst.map((v) => (known(v) ? Math.max(0, 1 - v / behind) : null));
+      const pairOf = (r, c) => (r < names.length ? cells[r][c][map.key] : [worst[c]]);
+      const isBest = (r, c) => (r < names.length ? map.relative && map.shades[r][c] === 1 : worst[c] === least);
       choose(item.controls, maps.map((m) => [m.key, m.title]), map.key, (key) => { choices.heat = key; repaint(item); });
-      grid(host, { title: `${title(map)} of ${methods.length} methods in ${names.length} situations`, values: map.shades, top: 1, rows: names, columns: methods, left: 92, most: 120, cellHeight: 26, zeros: true, bold: (r, c) => map.relative && map.shades[r][c] === 1,
-        numbers: (v, r, c, width) => { const pair = cells[r][c][map.key], digits = map.unit === "%" ? 1 : 2; return text(map, width < 76 ? [pair[0]] : pair, digits); },
-        describe: (r, c) => { const cell = cells[r][c]; return [`${names[r]}, ${methods[c]}`, about[r], ...(cell ? [...maps.map((m) => `${title(m)}: ${text(m, cell[m.key], 2)}`), `sent: ${bytes(1e6 * cell.megabytes)}`, `${cell.seeds} seed(s)`] : ["no run"])].filter(Boolean); } });
+      grid(host, { title: `${title(map)} of ${methods.length} methods in ${names.length} situations`, values: isRegret ? [...map.shades, last] : map.shades, top: 1, rows: isRegret ? [...names, "worst regret"] : names, columns: methods, left: 126, most: 120, cellHeight: 26, zeros: true, bold: isBest,
+        numbers: (v, r, c, width) => { const pair = pairOf(r, c), digits = map.unit === "%" ? 1 : 2; return text(map, width < 76 ? [pair[0]] : pair, digits); },
+        describe: (r, c) => { if (r === names.length) return [`${methods[c]}, worst regret: ${text(map, [worst[c]], 2)}`]; const cell = cells[r][c]; return [`${names[r]}, ${methods[c]}`, about[r], ...(cell ? [...maps.map((m) => `${title(m)}: ${text(m, cell[m.key], 2)}`), `sent: ${bytes(1e6 * cell.megabytes)}`, `${cell.seeds} seed(s)`] : ["no run"])].filter(Boolean); } });
     }, { wide: true,
       table: () => table({ columns: ["situation", "method", "seeds", ...maps.map(title), "MB sent", "what"].map((name, i, all) => ({ name, number: i > 1 && i < all.length - 1 })),
         rows: names.flatMap((name, r) => methods.flatMap((method, c) => { const cell = cells[r][c]; return cell ? [[name, method, cell.seeds, ...maps.map((m) => ({ text: text(m, cell[m.key], 2), sort: cell[m.key][0], best: m.relative && m.shades[r][c] === 1 })), cell.megabytes, about[r]]] : []; })) }) });
