@@ -58,7 +58,8 @@ from coterie.settings import setting
 AUTO = "auto"
 _WIDEST, _NARROWEST = 1024, 32  # numbers per class and half in a signature
 _MOST_CLUSTERS = 100
-_BETTER, _FEWEST = 2.0, 4  # a cut is made if its members gain so many standard errors; members that must have tried it
+_BETTER = 2.0  # gain, in standard errors, that makes a tried cut
+_FEWEST = 4  # members that must have tried it
 _ENOUGH = 16  # clients that must have signed before kinds are looked for, or all
 _AGAIN = 6  # rounds after the first signing in which clients sign again; then 18, 42, ...
 _OWN = 0.5  # own models with at least this share are finished at the end ...
@@ -205,7 +206,7 @@ class CoterieState(CenterState):
 @register
 @dataclass(frozen=True)
 class Coterie(SignedMethod[CoterieState]):
-    """As many models as there are kinds of clients, each personalised; the default."""
+    """As many models as there are kinds of clients, each personalised; the default method."""
 
     key: ClassVar[str] = "coterie"
     paper: ClassVar[str] = "this project; builds on FeSEM, MD-ICFL, CFL and APFL"
@@ -217,10 +218,11 @@ class Coterie(SignedMethod[CoterieState]):
     warmup: int = setting(1, "rounds of plain averaging before clients sign", ge=0)
     serve: Literal["own", "kind"] = setting(
         "own",
-        "what a client's model is for: data like its own, or any data of its kind (then it is its cluster's model)",
+        "serve a client for data like its own (a mix with its own model), or for any data of its kind (its cluster's "
+        "model)",
     )
-    clear: float = setting(CLEAR, "evidence (z) beyond which groups of clients are of different kinds", gt=0)
-    worth: float = setting(WORTH, "benefit (q) beyond which a kind gets a model of its own", ge=0)
+    clear: float = setting(CLEAR, "evidence (z) from which two groups of clients count as different kinds", gt=0)
+    worth: float = setting(WORTH, "benefit (q) from which a cut is tried; from 10 on it is made at once", ge=0)
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> CoterieState:
         """One center: the common model."""
@@ -318,8 +320,8 @@ class Coterie(SignedMethod[CoterieState]):
             since and engine.round + REST > (engine.task.work.total_rounds or engine.round + REST)
         ):
             return False  # at the end there is no time left for new clusters
-        if since == _AGAIN and state.doubt < self.clear / 2:
-            return False  # the first look left no doubt; the next one is later
+        if since == _AGAIN and state.num_clusters > 1 and state.doubt < self.clear / 2:
+            return False  # the first look found kinds and left no doubt; the next one is later
         return since % _AGAIN == 0 and (since // _AGAIN + 1).bit_count() == 1
 
     def _train(

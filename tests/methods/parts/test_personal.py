@@ -20,11 +20,11 @@ from coterie.methods.parts.personal import (
     NUM_MIXES,
     PRIOR_SAMPLES,
     SHARES,
-    TURNS,
+    SHIFTS,
     as_told,
     choose_mix,
     compare_mixes,
-    label_turn,
+    label_shift,
     mixes,
     served,
 )
@@ -33,7 +33,7 @@ from tests.helpers import ragged_federation, setup_of
 
 CPU = torch.device("cpu")
 FIVE = torch.arange(5)
-WITHOUT_OWN = len(TURNS)  # the first mixes have a = 0
+WITHOUT_OWN = len(SHIFTS)  # the first mixes have a = 0
 
 
 def sent(params):
@@ -68,7 +68,7 @@ def losses_by_hand(federation, client, center, own, turn, split):
     of_center, of_own = outputs_by_hand(center, x), outputs_by_hand(own, x).softmax(1)
     found = []
     for share in SHARES:
-        for turned in TURNS:
+        for turned in SHIFTS:
             turned_center = (of_center + turned * turn).softmax(1)
             wanted = [
                 -math.log((1 - share) * float(turned_center[i, label]) + share * float(of_own[i, label]))
@@ -105,7 +105,7 @@ def test_the_turn_is_the_logarithm_of_proportions():
     counts = torch.tensor([[3, 2, 2], [1, 0, 3], [0, 11, 0], [0, 0, 1]])
     assert torch.equal(block.label_counts(), counts)
     shares = torch.tensor([0.5, 0.3, 0.2]).double().expand(4, 3)
-    found = label_turn(block, shares)
+    found = label_shift(block, shares)
     for client in range(4):
         for label in range(3):
             own = (counts[client, label] + 2 * shares[client, label]) / (counts[client].sum() + 2)
@@ -117,21 +117,21 @@ def test_the_turn_is_the_logarithm_of_proportions():
 def test_a_client_with_its_clusters_proportions_is_not_turned():
     block = block_of(uneven(), torch.tensor([0]))
     shares = torch.tensor([[3.0, 2.0, 2.0]]).double() / 7
-    torch.testing.assert_close(label_turn(block, shares), torch.zeros(1, 3).double())
+    torch.testing.assert_close(label_shift(block, shares), torch.zeros(1, 3).double())
 
 
 def test_unknown_proportions_turn_nothing():
     block = block_of(uneven(), torch.arange(2))
     shares = torch.tensor([[0.0, 0.0, 0.0], [0.6, 0.2, 0.2]]).double()
-    found = label_turn(block, shares)
+    found = label_shift(block, shares)
     assert found[0].tolist() == [0.0, 0.0, 0.0]
     assert found[1].abs().min() > 0
-    assert label_turn(block, shares[:, :0]).shape == (2, 0)
+    assert label_shift(block, shares[:, :0]).shape == (2, 0)
 
 
 def test_a_class_that_the_cluster_has_never_seen_is_finite():
     block = block_of(uneven(), torch.tensor([3, 2]))
-    found = label_turn(block, torch.tensor([[0.5, 0.5, 0.0]]).double().expand(2, 3))
+    found = label_shift(block, torch.tensor([[0.5, 0.5, 0.0]]).double().expand(2, 3))
     assert bool(found.isfinite().all())
     assert found[0, 2] == found[0].max()  # it holds only this class
     assert found[1, 2] == 0  # neither of them holds it
@@ -143,7 +143,7 @@ def test_a_class_that_the_cluster_has_never_seen_is_finite():
 def test_mixes_without_the_own_model_come_first():
     grid = mixes(CPU)
     assert grid.shape == (NUM_MIXES, 2)
-    assert grid[:WITHOUT_OWN].tolist() == [[0.0, turn] for turn in TURNS]
+    assert grid[:WITHOUT_OWN].tolist() == [[0.0, turn] for turn in SHIFTS]
     assert bool((grid[WITHOUT_OWN:, 0] > 0).all())
     assert grid[0].tolist() == [0.0, 0.0]  # the center as it is
 
@@ -159,7 +159,7 @@ def test_losses_are_those_of_the_formula(at_once):
     center, own = models_of(block), models_of(block, seed=9)
     block.memory.put(OWN_MODEL, own)
     shares = SHARES_OF_LABELS.double()
-    turn = label_turn(block, shares)
+    turn = label_shift(block, shares)
     losses, samples = compare_mixes(block, sent(center), shares)
     assert losses.shape == (5, NUM_MIXES)
     for place, client in enumerate(block.clients.tolist()):
@@ -189,7 +189,7 @@ def test_numbers_are_mixed_as_numbers():
         x, y = federation.samples(client, "valid")
         one, other = (outputs_by_hand(row[client], x, lambda: nn.Linear(4, 1).double()) for row in (center, own))
         expected = [
-            float(((1 - a) * one + a * other - y.double()).square().mean()) for a in SHARES for _ in range(len(TURNS))
+            float(((1 - a) * one + a * other - y.double()).square().mean()) for a in SHARES for _ in range(len(SHIFTS))
         ]
         assert losses[client].tolist() == pytest.approx(expected)
 
@@ -200,7 +200,7 @@ def test_a_client_without_held_out_samples_judges_by_training_samples_and_not_it
     center, own, shares = models_of(block), models_of(block, seed=9), SHARES_OF_LABELS.double()
     block.memory.put(OWN_MODEL, own)
     losses, samples = compare_mixes(block, sent(center), shares)
-    turn = label_turn(block, shares)
+    turn = label_shift(block, shares)
     for client in range(5):
         split = "train" if client in (1, 4) else "valid"
         expected = losses_by_hand(federation, client, center[client], own[client], turn[client], split)
@@ -215,7 +215,7 @@ def test_where_nobody_holds_anything_out_all_judge_by_training_samples():
     block = block_of(federation)
     center, shares = models_of(block), SHARES_OF_LABELS.double()
     losses, samples = compare_mixes(block, sent(center), shares)
-    turn = label_turn(block, shares)
+    turn = label_shift(block, shares)
     for client in range(5):
         expected = losses_by_hand(federation, client, center[client], center[client], turn[client], "train")
         torch.testing.assert_close(losses[client, :WITHOUT_OWN], expected[:WITHOUT_OWN], rtol=1e-9, atol=1e-12)
@@ -320,7 +320,7 @@ def test_weights_and_bias_of_what_is_served():
     assert mixture.weights.tolist() == [[1, 0], [1, 0], [0.75, 0.25], [0.5, 0.5], [0, 1]]
     assert torch.equal(mixture.params[:, 0], center)
     assert torch.equal(mixture.params[:, 1], own)
-    turn = label_turn(block, shares)
+    turn = label_shift(block, shares)
     for client, turned in enumerate((0.0, 0.5, 1.0, 0.5, 1.0)):
         torch.testing.assert_close(mixture.bias[client, 0], turned * turn[client])
     assert not mixture.bias[:, 1].any()  # the own model has the client's proportions already
@@ -345,7 +345,7 @@ def test_a_newcomer_takes_the_clusters_best_mix_without_an_own_model():
     curve[2, 0] = 0.5
     mixture = served(block, Models(center, FIVE), block.task.work, shares, curve)
     assert mixture.weights.tolist() == [[1, 0], [0, 1], [1, 0], [0.75, 0.25], [1, 0]]
-    turn = label_turn(block, shares)
+    turn = label_shift(block, shares)
     torch.testing.assert_close(mixture.bias[[0, 4], 0], turn[[0, 4]])  # the third mix: all of the turn
     assert not mixture.bias[2].any()  # the first
     assert torch.equal(mixture.params[0, 1], center[0])

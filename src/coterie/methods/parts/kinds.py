@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CLEAR = 10.0  # z beyond which two groups differ; the search for the best pair raises z by chance to 5, rarely to 9
+CLEAR = 10.0  # z from which two groups differ; by chance, the search for the best pair reaches 5, rarely 9
 WORTH = 0.4  # q beyond which two models may be worth it
 SURE = 10.0  # q beyond which they are
 _NOTHING = 2.0  # z of groups that share no class: nothing speaks against merging them, but better known pairs go first
@@ -214,7 +214,7 @@ def _merged(found: Halves, noise: Noise, limits: Limits) -> tuple[Tensor, float]
 
 
 def _settled(found: Halves, labels: Tensor, noise: Noise, limits: Limits) -> Tensor:
-    """Move clients to the nearest group, join groups that no longer differ, and dissolve those that need not be."""
+    """Move clients to the nearest group, join groups that no longer differ, and dissolve those that are not needed."""
     everyone = torch.ones(len(labels), dtype=torch.bool)
     for _ in range(_ROUNDS):
         before = labels

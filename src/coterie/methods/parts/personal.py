@@ -1,10 +1,10 @@
 """The personal model of a client: its cluster's model and its own, mixed as its held-out samples prefer.
 
-A client keeps the model that it trained last. What it is served with predicts
+A client keeps the model that it trained last. The served model predicts
 
     p(y | x) = (1 - a) softmax(center(x) + t b)_y + a softmax(own(x))_y,   b_y = log own share_y - log cluster's share_y
 
-where b turns the cluster's label proportions into the client's own. The client compares a few pairs (a, t) by their
+where b replaces the cluster's label proportions by the client's own. The client compares a few pairs (a, t) by their
 losses on its held-out samples. A client with few of them would choose by chance, so the losses of its cluster's members
 count as well, as much as those of `PRIOR_SAMPLES` samples of its own.
 """
@@ -21,8 +21,8 @@ from coterie.client.work import SGD
 from coterie.data.federation import SplitName
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # a
-TURNS = (0.0, 0.5, 1.0)  # t
-NUM_MIXES = len(SHARES) * len(TURNS)
+SHIFTS = (0.0, 0.5, 1.0)  # t
+NUM_MIXES = len(SHARES) * len(SHIFTS)
 PRIOR_SAMPLES = 20.0
 _SMOOTHED = 2.0  # samples of the cluster's label proportions that are added to a client's own
 _ROUNDING = 1e-5
@@ -32,10 +32,10 @@ _MIX = "mix"
 
 def mixes(device: torch.device) -> Tensor:
     """The pairs (a, t) that clients compare, [G, 2]; those without the own model first."""
-    return torch.cartesian_prod(torch.tensor(SHARES), torch.tensor(TURNS)).to(device)
+    return torch.cartesian_prod(torch.tensor(SHARES), torch.tensor(SHIFTS)).to(device)
 
 
-def label_turn(block: Block, shares: Tensor) -> Tensor:
+def label_shift(block: Block, shares: Tensor) -> Tensor:
     """b of the module, [c, L], from the label proportions of the clients' clusters [c, L]; 0 where they are unknown."""
     if not shares.shape[1]:
         return shares
@@ -58,29 +58,29 @@ def compare_mixes(block: Block, center: Models, shares: Tensor) -> tuple[Tensor,
     A client without held-out samples judges by its training samples, and only mixes without its own model: that one
     knows them by heart.
     """
-    turn, models = label_turn(block, shares), with_own(block, center)
-    losses, samples = _losses(block, models, turn, "valid")
+    shift, models = label_shift(block, shares), with_own(block, center)
+    losses, samples = _losses(block, models, shift, "valid")
     empty = samples == 0
     if bool(empty.any()):
-        other, counts = _losses(block, models, turn, "train")
-        other[:, len(TURNS) :] = torch.inf
+        other, counts = _losses(block, models, shift, "train")
+        other[:, len(SHIFTS) :] = torch.inf
         losses, samples = torch.where(empty.unsqueeze(1), other, losses), torch.where(empty, counts, samples)
     return losses, samples
 
 
 def as_told(losses: Tensor) -> Tensor:
     """Losses [c, G] for the server: a mix that a client cannot judge has that of the center, which favours neither."""
-    plain = losses[:, : len(TURNS)].repeat(1, len(SHARES))
+    plain = losses[:, : len(SHIFTS)].repeat(1, len(SHARES))
     return losses.where(losses.isfinite(), plain).nan_to_num(posinf=0.0)
 
 
-def _losses(block: Block, models: Models, turn: Tensor, split: SplitName) -> tuple[Tensor, Tensor]:
+def _losses(block: Block, models: Models, shift: Tensor, split: SplitName) -> tuple[Tensor, Tensor]:
     """The mean loss of each mix on samples of a split, [c, G], and the numbers of samples [c]."""
     task, found, samples = block.task, [], []
     for clients, outputs, y, lengths in block.outputs_on(models, split):
         columns = []
-        for share, turned in mixes(outputs.device).tolist():
-            center = outputs[0] + turned * _wide(turn[clients], outputs[0]) if turn.shape[1] else outputs[0]
+        for share, shifted in mixes(outputs.device).tolist():
+            center = outputs[0] + shifted * _wide(shift[clients], outputs[0]) if shift.shape[1] else outputs[0]
             weights = outputs.new_tensor([1 - share, share]).unsqueeze(1).expand(2, len(y))
             mixed = mixed_outputs(torch.stack([center, outputs[1]]), weights, task.num_classes)
             sums = torch.segment_reduce(task.loss(mixed, y).double(), "sum", lengths=lengths, initial=0.0)
@@ -121,9 +121,9 @@ def finish_own(block: Block, center: Models, trained: Tensor, work: SGD, shares:
 @serving("coterie.coterie:served")
 def served(block: Block, models: Models, work: SGD, shares: Tensor, curve: Tensor) -> Mixture:
     """The client's mix; a newcomer has no model of its own, and takes the best of its cluster's mixes without it."""
-    chosen = block.memory.get(_MIX, curve[:, : len(TURNS)].argmin(1))
+    chosen = block.memory.get(_MIX, curve[:, : len(SHIFTS)].argmin(1))
     grid = mixes(models.table.device)[chosen.to(models.table.device)].to(models.table)  # [c, 2]
     weights = torch.stack([1 - grid[:, 0], grid[:, 0]], dim=1)
-    turn = label_turn(block, shares) * grid[:, 1:]
-    bias = torch.stack([turn, torch.zeros_like(turn)], dim=1) if turn.shape[1] else None
+    shift = label_shift(block, shares) * grid[:, 1:]
+    bias = torch.stack([shift, torch.zeros_like(shift)], dim=1) if shift.shape[1] else None
     return Mixture(with_own(block, models), weights, bias)
