@@ -503,7 +503,7 @@ class _Update:
         after = replace(
             state,
             centers=centers,
-            served=state.served + rate * (centers - state.served),
+            served=torch.lerp(state.served, centers, rate),
             behind=behind,
             pending=self._pending,
             alarmed=self._alarmed,
