@@ -22,6 +22,7 @@ from coterie.methods.coterie import (
     Coterie,
     _Update,
     coarsened,
+    lengthened,
     restored,
     sign_at,
     signature_shape,
@@ -30,7 +31,9 @@ from coterie.methods.coterie import (
     train_member,
 )
 from coterie.methods.fedavg import FedAvg
+from coterie.methods.parts import personal
 from coterie.methods.parts.centers import has_signature
+from coterie.methods.parts.kinds import Halves, Kinds, Noise, find_kinds
 from coterie.methods.parts.personal import NUM_MIXES
 from coterie.nets.mixture import MixtureModel
 from coterie.nets.sketch import sketch_of
@@ -85,7 +88,8 @@ def spied(engine):
 def test_the_warm_up_is_fedavg(batch_size):
     work = replace(WORK, batch_size=batch_size)
     schedule = Schedule(rounds=4, participation=0.8)
-    one, other = (trainer_of(setup_of(m, two_kinds(), work=work, schedule=schedule)) for m in (Coterie(), FedAvg()))
+    methods = Coterie(warmup=3), FedAvg()
+    one, other = (trainer_of(setup_of(method, two_kinds(), work=work, schedule=schedule)) for method in methods)
     for run in (one, other):
         run._start()
     for number in (1, 2, 3):
@@ -102,7 +106,7 @@ def test_the_warm_up_is_fedavg(batch_size):
 
 
 def test_rounds_in_which_clients_sign():
-    """After 6, 12, 24 ... rounds more; not at the end, where a new cluster has no time left."""
+    """6, 18, 42 ... rounds after the first time; not at the end, where a new cluster has no time left."""
     engine = MockEngine(lambda *a, **k: {}, num_clients=3)
     state = replace(Coterie().start(engine.task, engine, RNG), signed_in=4)
 
@@ -132,8 +136,8 @@ def test_four_rotations_are_four_kinds(rotated):
     assert len(rotated.centers) == 4
     assert rotated.summary["ari"] == 1.0
     [cut] = [decision for decision in rotated._trainer.state.decisions if decision["what"] == "cut"]
-    assert (cut["round"], cut["clusters"], cut["sizes"]) == (4, [0, 1, 2, 3], [10, 10, 10, 10])
-    assert rotated.rows[3]["ari"] == 1.0
+    assert (cut["round"], cut["clusters"], cut["sizes"]) == (2, [0, 1, 2, 3], [10, 10, 10, 10])
+    assert rotated.rows[1]["ari"] == 1.0
 
 
 def test_it_costs_fedavgs_bytes(rotated):
@@ -148,7 +152,7 @@ def test_without_kinds_there_is_one_cluster(scenario):
     federation = resolve(merge(tables)).federation()
     run = coterie.run(Coterie(), federation, "mlp", rounds=5, work=SGD(lr=0.2, epochs=2, batch_size=20))
     assert len(run.centers) == 1
-    assert whats(run._trainer.state) == [(4, "refused")]
+    assert whats(run._trainer.state) == [(2, "refused")]
 
 
 def test_the_personal_model_that_is_exported_scores_as_the_run_says(rotated):
@@ -241,6 +245,7 @@ def partly():
 def test_nobody_outside_the_cohort_is_asked(partly):
     run, calls, cohorts = partly
     assert len(calls) > 15
+    assert set(cohorts) == set(range(1, 11))
     for number, _, step, clients, _, _ in calls:
         assert set(clients) <= set(cohorts[number].tolist()), step
         assert len(clients) <= 18
@@ -252,7 +257,7 @@ def test_nobody_outside_the_cohort_is_asked(partly):
 
 def test_clients_that_come_later_sign_once_and_join_their_kind(partly):
     run, calls, cohorts = partly
-    first = set(cohorts[4].tolist())
+    first = set(cohorts[2].tolist())
     late = [
         client
         for _, phase, step, clients, _, _ in calls
@@ -261,7 +266,7 @@ def test_clients_that_come_later_sign_once_and_join_their_kind(partly):
     ]
     assert len(late) == len(set(late)) > 20
     assert not first & set(late)
-    assert first | set(late) == set(torch.cat([cohorts[number] for number in range(4, 11)]).tolist())
+    assert first | set(late) == set(torch.cat([cohorts[number] for number in range(2, 11)]).tolist())
     met = has_signature(run.state)
     assert run.state.num_clusters == 3
     assert adjusted_rand_score(run.federation.groups[met], run.state.labels[met]) >= 0.9
@@ -302,11 +307,12 @@ def test_a_drift_is_followed():
         coterie.run(Coterie(guard=guard), federation, "mlp", rounds=9, work=SGD(lr=0.2, epochs=4))
         for guard in (True, False)
     ]
-    assert [row["ari"] for row in runs[0].rows[3:5]] == [1.0, 1.0]
+    assert [row["ari"] for row in runs[0].rows[1:5]] == [1.0] * 4
     assert runs[0].rows[-1]["ari"] == 1.0
     assert runs[1].rows[-1]["ari"] < 0.5
     state = runs[0]._trainer.state
-    assert whats(state) == [(4, "cut"), (6, "move")]
+    assert whats(state) == [(2, "cut"), (6, "move")]
+    assert state.repairs == []
     assert sorted(move["client"] for move in state.decisions[1]["moves"]) == sorted(
         federation.names[i] for i in moved.tolist()
     )
@@ -399,17 +405,33 @@ def test_clients_that_do_not_answer_break_nothing():
     states = driven(Coterie(warmup=1), mock(gap=20.0, silent=range(4)), 5)
     for state in states[1:]:
         assert state.labels[4:].tolist() == [0, 1] * 8
+        assert state.labels[:4].tolist() == [-1] * 4
         assert not has_signature(state)[:4].any()
         assert bool(state.centers.isfinite().all())
     everybody = driven(Coterie(warmup=1), mock(gap=20.0, silent=range(SIDE)), 4)
     assert all(torch.equal(state.centers, everybody[0].centers) for state in everybody)
     assert everybody[-1].decisions == []
+    assert everybody[-1].labels.tolist() == [-1] * SIDE
+
+
+def test_only_those_who_never_answered_are_unseen():
+    """Clients 0 and 1 answer for the first time after the cut; clients 8 and 9 fall silent before it."""
+    method = Coterie(warmup=1)
+    [first] = driven(method, mock(gap=20.0, silent=(0, 1)), 1)
+    assert first.labels.tolist() == [-1] * 2 + [0] * 18
+    states = driven(method, mock(gap=20.0, silent=(0, 1, 8, 9)), 2, first, first=2)
+    for state in states:
+        assert state.labels.tolist() == [-1] * 2 + [0, 1] * 3 + [0, 0] + [0, 1] * 5
+        assert has_signature(state).tolist() == [False] * 2 + [True] * 6 + [False] * 2 + [True] * 10
+    [after] = driven(method, mock(gap=20.0), 1, states[-1], first=4)
+    assert after.labels.tolist() == [0, 1] * 10
+    assert bool(has_signature(after).all())
 
 
 def test_a_client_whose_loss_has_risen_does_not_move_its_center():
     method = Coterie(warmup=1)
     states = driven(method, mock(gap=20.0), 2)
-    engine = mock(gap=20.0, alarmed=(5,))
+    engine = mock(gap=21.0, alarmed=(5,))
     [after] = driven(method, engine, 1, states[-1], first=3)
     models = torch.stack([trained_by(client, states[-1].centers[1]) for client in range(SIDE)])
     weights = SAMPLES.clone()
@@ -419,24 +441,116 @@ def test_a_client_whose_loss_has_risen_does_not_move_its_center():
     assert ("sign_at", [5]) in engine.calls
     assert after.labels.tolist() == [0, 1] * 10
     assert not after.pending.any()
+    assert after.repairs == []
+    # That signature has no halves and is no evidence; the client signs as all others when it takes part again.
+    assert has_signature(after).tolist() == [client != 5 for client in range(SIDE)]
+    calm = mock(gap=20.0)
+    [later] = driven(method, calm, 1, after, first=4)
+    assert calm.calls[0] == ("sign_at", [5])
+    assert later.labels.tolist() == [0, 1] * 10
+    assert torch.equal(later.signatures[5], answer_of(5, 20.0)["signature"].float())
+    assert torch.equal(later.contrasts[5], answer_of(5, 20.0)["contrast"].float())
 
 
 def test_losses_of_mixes_are_means_over_held_out_samples_and_fade():
+    """In every other round and in the last one; in the last one, clients finish their own models too."""
     method, engine = Coterie(warmup=9), mock(gap=0.0)
-    levels = iter((1.0, 3.0))
+    engine.task = replace(engine.task, work=replace(engine.task.work, total_rounds=5))
+    finished_in = {}
 
-    def respond(step, client, sent, shares, curve):
-        told = {"losses": level * (client + torch.arange(NUM_MIXES).float()), "held": client + 1}
-        return {"params": sent, "samples": 1} | told
+    def respond(step, client, sent, curve=None, shares=None, finish=None):
+        if finish is not None:
+            finished_in[engine.round] = float(finish)
+        found = {"params": sent, "samples": 1}
+        told = {"losses": engine.round * (client + torch.arange(NUM_MIXES).float()), "held": client + 1}
+        return found if curve is None else found | told
 
     engine._respond = respond
     mean = mean_of(torch.arange(SIDE).unsqueeze(1) + torch.arange(NUM_MIXES).float(), SAMPLES)
-    state, expected = method.start(engine.task, engine, RNG), None
-    for number, level in enumerate(levels, start=1):
+    levels = [0.0, 2.0, 2.0, 0.5 * 2 + 0.5 * 4, 0.5 * 3 + 0.5 * 5]
+    for state, level in zip(driven(method, engine, 5), levels, strict=True):
+        torch.testing.assert_close(state.curves[0], level * mean)
+    assert finished_in == {5: pytest.approx(0.15 * 5)}
+
+
+# ---- centers of few models ----
+
+
+def served_after(cohorts, method=None):
+    """The states after rounds with these cohorts."""
+    method, engine = method or Coterie(warmup=99), mock(gap=0.0)
+    state, states = method.start(engine.task, engine, RNG), []
+    for number, cohort in enumerate(cohorts, start=1):
         engine.begin(number, "round")
-        state = method.round(state, engine, engine.everyone(), RNG)
-        expected = level * mean if expected is None else 0.5 * expected + 0.5 * level * mean
-        torch.testing.assert_close(state.curves[0], expected)
+        state = method.round(state, engine, torch.tensor(list(cohort), dtype=torch.int64), RNG.at(number))
+        states.append(state)
+    return states
+
+
+@pytest.mark.parametrize("models", [10, SIDE])
+def test_a_center_of_many_models_is_served_as_it_is(models):
+    for state in served_after([range(models)] * 4):
+        assert torch.equal(state.served, state.centers)
+        assert state.behind.tolist() == [models]
+
+
+def test_a_center_of_one_model_is_served_as_a_mean_over_rounds():
+    """Of all rounds, until there are ten models; then the past counts nine times as much as the present."""
+    states = served_after([[number] for number in range(16)])
+    centers = torch.cat([state.centers for state in states])
+    sent = torch.zeros(WIDE)
+    for number, center in enumerate(centers):  # clients train from the center, not from what is served
+        sent = trained_by(number, sent)
+        torch.testing.assert_close(center, sent)
+    for number, state in enumerate(states[:10], start=1):
+        torch.testing.assert_close(state.served[0], centers[:number].mean(0))
+        assert state.behind.tolist() == [number]
+    expected = centers[:10].mean(0)
+    for number, state in enumerate(states[10:], start=10):
+        expected = 0.9 * expected + 0.1 * centers[number]
+        torch.testing.assert_close(state.served[0], expected)
+        assert state.behind.tolist() == [10]
+    found = Coterie().personal(states[-1], torch.arange(2))
+    assert torch.equal(found.models[found.refs], states[-1].served.expand(2, -1))
+
+
+def test_a_center_of_a_few_models_counts_by_their_number():
+    states = served_after([range(4), range(4), range(4), range(6), [], range(12)])
+    centers = torch.cat([state.centers for state in states])
+    assert [state.behind.tolist() for state in states] == [[4], [8], [10], [10], [10], [12]]
+    expected = torch.zeros(WIDE)
+    for state, center, share in zip(states, centers, (1, 1 / 2, 4 / 10, 6 / 10, 0, 1), strict=True):
+        expected = expected + share * (center - expected)
+        torch.testing.assert_close(state.served[0], expected)
+
+
+def three_clusters(engine):
+    """Three clusters, all of whose numbers differ."""
+    rows = torch.arange(1.0, 4.0).unsqueeze(1)
+    return replace(
+        Coterie().start(engine.task, engine, RNG),
+        centers=rows.expand(3, WIDE),
+        served=10 * rows.expand(3, WIDE),
+        behind=torch.tensor([4.0, 5.0, 6.0]),
+        curves=rows.expand(3, NUM_MIXES),
+        shares=rows.expand(3, 2),
+        labels=torch.arange(SIDE) % 3,
+    )
+
+
+def test_the_parts_of_a_cut_are_served_as_they_are():
+    """The mean over rounds is of the past; the other clusters keep theirs."""
+    engine = mock(gap=0.0)
+    engine.begin(5, "round")
+    state = three_clusters(engine)
+    update = _Update(Coterie(), state, engine, keep=False)
+    members = (state.labels == 1).nonzero().flatten()
+    after = update._cut(state, 1, members, Kinds(torch.arange(len(members)) % 3, 11.0, 12.0))
+    assert after.decisions[-1]["clusters"] == [1, 3, 4]
+    assert after.centers[:, 0].tolist() == [1, 2, 3, 2, 2]
+    assert after.served[:, 0].tolist() == [10, 2, 30, 2, 2]
+    assert after.behind.tolist() == [4, 0, 6, 0, 0]
+    assert after.curves[:, 0].tolist() == [1, 2, 3, 2, 2]
 
 
 # ---- cuts that are tried ----
@@ -511,6 +625,76 @@ def test_if_nobody_answers_the_trial_is_over():
     [after] = driven(method, mock(SMALL, PAYS, silent=range(SIDE)), 1, states[-1], first=3)
     assert (after.proposals, len(after.trials), set(after.tried.tolist())) == ([], 0, {-1})
     assert torch.equal(after.centers, states[-1].centers)
+    assert after.labels.tolist() == [0] * SIDE
+    proposed, refused = after.decisions
+    assert refused == proposed | {"round": 3, "what": "refused"}
+    assert refused["sizes"] == [10, 10]
+
+
+def test_each_cut_is_judged_by_the_members_of_its_cluster():
+    """Of two clusters that try a cut, nobody of the second answers."""
+    engine = mock(SMALL)
+    engine.begin(4, "round")
+    labels, clients = torch.arange(SIDE) // 10, torch.arange(SIDE)
+    proposals = [{"clusters": [cluster], "sizes": [5, 5], "z": 11.0 + cluster, "q": 5.0} for cluster in range(2)]
+    state = replace(
+        three_clusters(engine),
+        labels=labels,
+        tried=2 * labels + clients % 2,
+        trials=torch.zeros(4, WIDE),
+        proposals=proposals,
+    )
+    update = _Update(Coterie(), state, engine, keep=True)
+    ones = torch.ones(10, NUM_MIXES).double()
+    update._verdicts.append((clients[:10], ones, ones - PAYS[:10].unsqueeze(1)))
+    after = update.with_verdicts(state)
+    assert whats(after) == [(4, "cut"), (4, "refused")]
+    assert [decision["z"] for decision in after.decisions] == [11.0, 12.0]
+    assert [decision["t"] for decision in after.decisions] == [pytest.approx(t_of(PAYS[:10]), abs=0.01), 0.0]
+    assert after.labels.tolist() == [0, 3] * 5 + [1] * 10
+
+
+def test_a_cut_that_too_few_could_try_is_not_proposed():
+    """A fifth of twenty clients are four, which is enough; three are not."""
+    for participation, what in ((0.2, "proposed"), (0.15, "refused")):
+        engine = mock(SMALL, PAYS)
+        engine.participation = participation
+        state = driven(Coterie(warmup=1), engine, 2)[-1]
+        assert whats(state) == [(2, what)]
+        assert len(state.trials) == (2 if what == "proposed" else 0)
+
+
+def test_a_refusal_is_recorded_when_all_were_to_sign():
+    """Four clients sign in round 3, which is no news for the record; in round 8 all sign."""
+    everyone = range(SIDE)
+    states = served_after([everyone, range(16), *[everyone] * 6], Coterie(warmup=1))
+    assert int(has_signature(states[1]).sum()) == 16
+    assert int(has_signature(states[2]).sum()) == SIDE
+    assert whats(states[-1]) == [(2, "refused"), (8, "refused")]
+    assert [decision["signed_at"] for decision in states[-1].decisions] == ["common model", "centers"]
+    assert [sum(decision["sizes"]) for decision in states[-1].decisions] == [16, SIDE]
+
+
+def test_noise_is_estimated_from_all_who_signed(monkeypatch):
+    """Also when clusters are looked at one by one."""
+    seen = []
+
+    def spy(found, noise, keys, limits):
+        seen.append((len(found), noise))
+        return find_kinds(found, noise, keys, limits)
+
+    monkeypatch.setattr("coterie.methods.coterie.find_kinds", spy)
+    state = driven(Coterie(warmup=1), mock(gap=20.0), 8)[-1]
+    assert whats(state) == [(2, "cut"), (8, "refused"), (8, "refused")]
+    answers = [answer_of(client, 20.0) for client in range(SIDE)]
+    rows, contrasts, counts = (
+        torch.stack([answer[name] for answer in answers]) for name in ("signature", "contrast", "counts")
+    )
+    expected = Noise.of(Halves.of(rows.float(), contrasts.float(), counts))
+    assert {count for count, _ in seen} == {SIDE, SIDE // 2}
+    for _, noise in seen:
+        torch.testing.assert_close(noise.size, expected.size)
+        torch.testing.assert_close(noise.spread, expected.spread)
 
 
 def test_the_gain_in_standard_errors():
@@ -538,6 +722,7 @@ def test_a_client_that_moves_does_not_try_the_cut_of_its_old_cluster():
     assert after.labels.tolist() == [1, 0, 0, 1, 1, 1]
     assert after.tried.tolist() == [-1, 0, 1, 2, 3, 3]
     assert after.decisions[-1]["moves"] == [{"client": "client-0", "from_cluster": 0, "to_cluster": 1}]
+    assert after.repairs == []  # a move is a decision
 
 
 def test_the_parts_that_are_tried_are_means_of_those_who_signed():
@@ -586,10 +771,10 @@ def test_a_client_whose_loss_has_risen_is_no_reason_to_cut():
 
 def test_a_client_that_was_not_seen_is_served_with_the_common_model():
     state = driven(Coterie(warmup=1), mock(gap=20.0), 2)[-1]
-    state = replace(state, labels=state.labels.index_fill(0, torch.tensor([3]), -1))
-    personal = Coterie().personal(state, torch.tensor([2, 3]))
-    assert torch.equal(personal.models[personal.refs], torch.stack([state.centers[0], state.common]))
-    assert personal.each["shares"].tolist() == [[0.5, 0.5], [0.0, 0.0]]
+    state = replace(state, labels=state.labels.index_fill(0, torch.tensor([3]), -1), served=state.served + 1)
+    found = Coterie().personal(state, torch.tensor([2, 3]))
+    assert torch.equal(found.models[found.refs], torch.stack([state.served[0], state.common]))
+    assert found.each["shares"].tolist() == [[0.5, 0.5], [0.0, 0.0]]
 
 
 def test_clients_that_join_try_no_cut():
@@ -618,14 +803,10 @@ def test_one_that_does_not_answer_keeps_its_cluster():
 
 def test_clusters_that_all_have_left_are_removed():
     method, engine = Coterie(), mock(gap=0.0)
-    state = method.start(engine.task, engine, RNG)
-    labels = torch.tensor([0, 2] * 9 + [-1, 2])
-    centers = torch.arange(3.0).unsqueeze(1).expand(3, WIDE)
-    state = replace(state, centers=centers, labels=labels, curves=centers[:, :NUM_MIXES], shares=centers[:, :2])
+    state = replace(three_clusters(engine), labels=torch.tensor([0, 2] * 9 + [-1, 2]))
     after = method._without_empty(state, engine)
-    assert torch.equal(after.centers, centers[[0, 2]])
-    assert torch.equal(after.curves, centers[[0, 2], :NUM_MIXES])
-    assert torch.equal(after.shares, centers[[0, 2], :2])
+    for name in ("centers", "served", "behind", "curves", "shares"):
+        assert torch.equal(getattr(after, name), getattr(state, name)[[0, 2]]), name
     assert after.labels.tolist() == [0, 1] * 9 + [-1, 1]
     assert after.decisions[-1]["clusters"] == [1]
     assert replace(method, num_clusters=3)._without_empty(state, engine) is state
@@ -674,15 +855,49 @@ def test_a_kind_is_served_with_its_center():
         assert "losses" not in chunk.answer  # nothing is compared
 
 
+def own_models(run):
+    block = run.engine.block_of(run.engine.everyone(), run.engine.plan)
+    return block.memory.get(OWN_MODEL, block.initial)
+
+
 def test_clients_keep_the_model_that_they_trained_last():
     run = trainer_of(setup())
     calls = spied(run.engine)
-    run.run()
+    run._start()
+    for number in range(1, 6):  # of six
+        run._round(number)
     last = [call for call in calls if call[2] == "train_member"][-1]
-    block = run.engine.block_of(run.engine.everyone(), run.engine.plan)
-    kept = block.memory.get(OWN_MODEL, block.initial)
+    assert last[0] == 5
     for chunk in last[5]:
-        assert torch.equal(kept[chunk.clients], chunk.answer.params)
+        assert torch.equal(own_models(run)[chunk.clients], chunk.answer.params)
+
+
+def test_own_models_are_finished_in_the_last_round(monkeypatch):
+    """Clients keep what they finish, here where it helps at all, and send what they would have sent."""
+    monkeypatch.setattr(personal, "_CLEAR", 1e-6)
+    what = setup(federation=doubtful(), rounds=8)
+    run = finished(what)
+    monkeypatch.setattr(Coterie, "_finishes_now", lambda self, engine: False)
+    plain = finished(what)
+    assert_same(run.state.tensors(), plain.state.tensors())
+    finer = (own_models(run) != own_models(plain)).any(1)
+    assert 0 < int(finer.sum()) < 30
+
+
+def test_with_partial_participation_each_client_finishes_about_once(partly):
+    _, calls, _ = partly
+    finishing = {number: call["payload"]["finish"] for number, *_, call, _ in calls if "finish" in call["payload"]}
+    assert list(finishing) == [8, 9, 10]
+    assert [float(value) for value in finishing.values()] == pytest.approx([1.5] * 3)
+
+
+def test_longer_work():
+    epochs, steps = replace(WORK, epochs=2), replace(WORK, steps=10)
+    assert lengthened(epochs, 3.2) == replace(epochs, epochs=6)
+    assert lengthened(epochs, 0.15) == replace(epochs, epochs=1)
+    assert lengthened(epochs, 40.0) == replace(epochs, epochs=20)
+    assert lengthened(steps, 3.2) == replace(steps, steps=32)
+    assert lengthened(steps, 0.01) == replace(steps, steps=1)
 
 
 # ---- signatures ----

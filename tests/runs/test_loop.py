@@ -22,6 +22,7 @@ from coterie.data.federation import Federation
 from coterie.errors import ConfigError, Interrupted, StorageError
 from coterie.methods.base import algorithms
 from coterie.methods.coterie import Coterie
+from coterie.methods.parts.own_parts import OwnParts
 from coterie.runs.execution import execute
 from coterie.runs.experiment import Experiment
 from coterie.runs.folder import RunFolder
@@ -61,7 +62,8 @@ def setup(algorithm: Algorithm | str = "fesem", **changes: Any) -> Experiment:
     if hasattr(chosen, "indicators"):
         data = replace(data, reserved=torch.arange(4))  # it needs samples on the server; which ones is not the point
     work = changes.pop("work", SGD(lr=0.2, epochs=2, batch_size=5, momentum=0.5))
-    model = changes.pop("model", "mclr")
+    # Methods in which clients keep a part of the model need more than one layer, or nothing is left to share.
+    model = changes.pop("model", "mlp" if isinstance(chosen, OwnParts) else "mclr")
     schedule = Schedule(**{"rounds": 4, "checkpoint_every": 0.0, "participation": 0.7, "seed": 3} | changes)
     return Experiment(chosen, chosen.key, data.name, model, work, schedule, device="cpu", data=data)
 

@@ -47,7 +47,16 @@ from coterie.methods.parts.centers import (
 )
 from coterie.methods.parts.guard import rechosen, with_misplaced
 from coterie.methods.parts.kinds import CLEAR, SURE, WORTH, Halves, Kinds, Limits, Noise, find_kinds
-from coterie.methods.parts.personal import NUM_MIXES, as_told, choose_mix, compare_mixes, finish_own, mixes, served
+from coterie.methods.parts.personal import (
+    NUM_MIXES,
+    as_told,
+    choose_mix,
+    compare_mixes,
+    finish_own,
+    label_prior,
+    mixes,
+    served,
+)
 from coterie.methods.parts.signatures import Signatures
 from coterie.methods.parts.start import by_signature, chosen_by_loss, find_clusters, signatures_tell
 from coterie.nets.flat import Layout
@@ -187,7 +196,7 @@ class CoterieState(CenterState):
     of_clients: ClassVar[tuple[str, ...]] = (*CenterState.of_clients, "contrasts")
 
     contrasts: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, L, D] differences of the signatures' halves
-    shares: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, L] label proportions; 0: unknown
+    shares: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, L] label proportions and weight; 0: unknown
     curves: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, G] mean held-out losses of mixes
     served: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, P] centers, as means over rounds if few answer
     behind: Tensor = field(default_factory=lambda: torch.empty(0))  # [K] models in the mean of a served center
@@ -518,7 +527,7 @@ class _Update:
         after = replace(
             state,
             centers=centers,
-            served=state.served + rate * (centers - state.served),
+            served=torch.lerp(state.served, centers, rate),
             behind=behind,
             pending=self._pending,
             alarmed=self._alarmed,
@@ -687,8 +696,5 @@ def t_value(gains: Tensor) -> float:
 
 def _with_shares(state: CoterieState) -> CoterieState:
     """The state with the label proportions of its clusters, as far as their members have signed."""
-    sums = torch.zeros(state.num_clusters, state.counts.shape[1], dtype=torch.float64)
-    known = state.labels >= 0
-    sums.index_add_(0, state.labels[known], state.counts[known].double())
-    shares = (sums / sums.sum(1, keepdim=True).clamp_min(1)).to(state.shares)
-    return replace(state, shares=shares[:, : state.shares.shape[1]])
+    shares = torch.stack([label_prior(state.counts[state.labels == k]) for k in range(state.num_clusters)])
+    return replace(state, shares=shares.to(state.shares)[:, : state.shares.shape[1]])

@@ -91,6 +91,13 @@ def test_a_group_is_the_mean_of_its_members_by_their_samples():
     assert torch.equal(groups.counts.sum(0), found.counts.sum(0))
 
 
+def test_halves_are_joined_one_after_the_other():
+    found, _ = made([7])
+    joined = Halves.joined([found.at(torch.arange(3)), found.at(torch.arange(3, 3)), found.at(torch.arange(3, 7))])
+    for name in ("first", "second", "counts"):
+        assert torch.equal(getattr(joined, name), getattr(found, name))
+
+
 # ---- D, z and q ----
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from coterie.client.block import Mixture, Models, mixed_outputs
 from coterie.client.steps import OWN_MODEL
+from coterie.client.work import SGD
 from coterie.data.federation import Federation, Split
 from coterie.data.transforms import Rotate, SwapLabels
 from coterie.engines import make_engine
@@ -24,6 +25,7 @@ from coterie.methods.parts.personal import (
     as_told,
     choose_mix,
     compare_mixes,
+    finish_own,
     label_shift,
     mixes,
     served,
@@ -295,6 +297,50 @@ def test_what_cannot_be_judged_is_not_chosen():
     assert chosen_of([[0.9, 0.8, torch.inf]], [1], [[9.0, 9.0, 0.0]]) == [1]
     assert chosen_of([[0.9, 0.8, torch.nan]], [1], [[9.0, 9.0, 0.0]]) == [1]
     assert chosen_of([[torch.nan] * 3], [1], [[9.0, 9.0, 0.0]]) == [0]
+
+
+# ---- finishing ----
+
+
+def test_a_finished_model_is_kept_only_where_it_gains():
+    """Two log likelihoods over all held-out samples and those that stand for the cluster; clients 1 and 4 have none."""
+    federation = without_valid(ragged_federation(5, samples=80), {1, 4})
+    block, work = block_of(federation), SGD(lr=0.1, epochs=3, batch_size=5)
+    center, shares = models_of(block), SHARES_OF_LABELS.double()
+    trained = models_of(block, seed=9)
+    trained[2] = block.train(trained, SGD(lr=0.1, epochs=40, batch_size=5))[2]  # it has learnt all there is
+    curve = 0.1 * Rng.seed(6).uniform(5, NUM_MIXES)
+    finished = block.train(trained, work, purpose="finish ")
+    assert not torch.equal(finished, block.train(trained, work))  # the batches are others than those of the round
+    finish_own(block, sent(center), trained, work, shares, curve)
+    kept, mix = block.memory.get(OWN_MODEL, center), block.memory.get(personal._MIX, FIVE)
+    turn, better = label_shift(block, shares), []
+    for client in range(5):
+        split = "train" if client in (1, 4) else "valid"
+        samples, totals = len(federation.split(split).rows(client)), []
+        for own in (trained, finished):
+            losses = losses_by_hand(federation, client, center[client], own[client], turn[client], split)
+            if split == "train":
+                losses[WITHOUT_OWN:] = torch.inf
+            totals.append(samples * losses + PRIOR_SAMPLES * curve[client])
+        better.append(float(totals[0].min() - totals[1].min()) > 2)
+        assert torch.equal(kept[client], (finished if better[-1] else trained)[client])
+        assert int(mix[client]) == int(totals[better[-1]].argmin())
+    assert better == [True, False, False, True, False]
+
+
+def test_a_model_that_diverges_when_it_is_finished_is_not_kept():
+    block = block_of(ragged_federation(5))
+    center, trained, shares = models_of(block), models_of(block, seed=9), SHARES_OF_LABELS.double()
+    curve = torch.zeros(5, NUM_MIXES).double()
+    work = SGD(lr=1e300, epochs=2)
+    assert not bool(block.train(trained, work, purpose="finish ").isfinite().all(1).any())
+    finish_own(block, sent(center), trained, work, shares, curve)
+    assert torch.equal(block.memory.get(OWN_MODEL, center), trained)
+    losses, samples = compare_mixes(block, sent(center), shares)
+    chosen = block.memory.get(personal._MIX, FIVE)
+    choose_mix(block, losses, samples, curve)
+    assert torch.equal(block.memory.get(personal._MIX, FIVE), chosen)
 
 
 # ---- serving ----

@@ -24,8 +24,8 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # a
 SHIFTS = (0.0, 0.5, 1.0)  # t
 NUM_MIXES = len(SHARES) * len(SHIFTS)
 PRIOR_SAMPLES = 20.0
-_SMOOTHED = 2.0  # samples of the cluster's label proportions that are added to a client's own
-_ROUNDING = 1e-5
+_LIGHTEST, _HEAVIEST = 0.5, 10.0  # weights, in samples, of a cluster's label proportions beside a client's own
+_ROUNDING, _TINY = 1e-5, 1e-8
 _CLEAR = 2.0  # log likelihood of all held-out samples that a finished model must gain
 _MIX = "mix"
 
@@ -36,13 +36,35 @@ def mixes(device: torch.device) -> Tensor:
 
 
 def label_shift(block: Block, shares: Tensor) -> Tensor:
-    """b of the module, [c, L], from the label proportions of the clients' clusters [c, L]; 0 where they are unknown."""
+    """b of the module, [c, L]; 0 where `shares` [c, L] are.
+
+    `shares` are the label proportions of the clients' clusters times their weight in samples (`label_prior`).
+    """
     if not shares.shape[1]:
         return shares
-    counts = block.label_counts().to(shares)
-    own = (counts + _SMOOTHED * shares) / (counts.sum(1, keepdim=True) + _SMOOTHED)
-    known = shares.sum(1, keepdim=True) > 0
-    return torch.where(known, own.clamp_min(1e-8).log() - shares.clamp_min(1e-8).log(), 0.0)
+    counts, weight = block.label_counts().to(shares), shares.sum(1, keepdim=True)
+    own = (counts + shares) / (counts.sum(1, keepdim=True) + weight)
+    usual = shares / weight.clamp_min(_TINY)
+    return torch.where(weight > 0, own.clamp_min(_TINY).log() - usual.clamp_min(_TINY).log(), 0.0)
+
+
+def label_prior(counts: Tensor) -> Tensor:
+    """The label proportions [L] of clients with these counts [n, L], times their weight in samples.
+
+    Clients' proportions are taken as Dirichlet distributed. The weight is its concentration, from how much more the
+    counts vary than those of IID clients would: if no more, the weight is large, and nobody's few samples count.
+    """
+    counts = counts[counts.sum(1) > 0].double()
+    total = counts.sum()
+    if not len(counts):
+        return counts.new_zeros(counts.shape[1])
+    usual = counts.sum(0) / total
+    held = usual > 0
+    sizes = counts.sum(1, keepdim=True)
+    expected = sizes * usual[held]
+    excess = ((counts[:, held] - expected).square() / expected).sum(1) / max(1, int(held.sum()) - 1) - 1  # [n]
+    correlation = float(excess.sum() / (sizes - 1).sum().clamp_min(1))
+    return usual * (1 / min(1.0, max(correlation, 1 / _HEAVIEST)) - 1 + _LIGHTEST)
 
 
 def with_own(block: Block, center: Models) -> Models:
