@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from coterie.methods.base import ClusterState as ClusterState
     from coterie.methods.base import Personal as Personal
     from coterie.methods.base import register as register
+    from coterie.methods.coterie import Coterie as Coterie
     from coterie.methods.fedavg import FedAvg as FedAvg
     from coterie.methods.fesem import FeSEM as FeSEM
     from coterie.methods.ifca import IFCA as IFCA
@@ -61,6 +62,7 @@ _HOMES = {
     "engines.base": ("Chunk", "Engine"),
     "errors": ("CoterieError",),
     "methods.base": ("Algorithm", "ClusterState", "Personal", "register"),
+    "methods.coterie": ("Coterie",),
     "methods.fedavg": ("FedAvg",),
     "methods.fesem": ("FeSEM",),
     "methods.ifca": ("IFCA",),
