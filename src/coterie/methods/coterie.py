@@ -77,6 +77,7 @@ _FEW = 10  # models: a center of fewer is served as a mean over rounds
 _HALF, _TINY = 6e4, 1e-30  # about the largest number of half precision
 _LARGE = 1e9  # in place of infinity, which JSON does not have
 _COMPARE = 4  # rounds between two comparisons of mixes
+_STRANGE, _SLACK = 4.0, 0.5  # a loss is strange if it is more than so many times the cluster's, plus this
 _FADES = 0.5  # how much a cluster's past preference for mixes counts in a round
 
 
@@ -105,7 +106,7 @@ def train_member(
         choose_mix(block, losses, samples, curve)
         found |= {"losses": as_told(losses).to(models.table.dtype), "held": samples}
         if watch is not None:
-            found["alarm"] = has_risen(block, losses[:, 0])
+            found["alarm"] = has_risen(block, losses[:, 0]) | is_strange(losses[:, 0], curve[:, 0])
     else:
         found |= watched(block, models, watch)
     trained = block.train(models, work)
@@ -117,6 +118,11 @@ def train_member(
         table = torch.stack([restored(*coarsened(row, layout), layout) for row in models.table])
         found |= signed_halves(block, Models(table, models.refs), bool(sign > 0))
     return Answer(params=trained, samples=block.samples, **found)
+
+
+def is_strange(loss: Tensor, usual: Tensor) -> Tensor:
+    """Whether a held-out loss [c] is far above that of the cluster [c]; a client that is seldom asked has no past."""
+    return (usual > 0) & (loss > _STRANGE * usual + _SLACK)
 
 
 @client_step("coterie.coterie:try_member")
@@ -221,7 +227,8 @@ class Coterie(SignedMethod[CoterieState]):
     paper: ClassVar[str] = "this project; builds on FeSEM, MD-ICFL, CFL and APFL"
     state_type: ClassVar[type[ClusterState]] = CoterieState
     finds_clusters: ClassVar[bool] = True
-    choice_share: ClassVar[float] = 0.03
+    choice_share: ClassVar[float] = 0.04
+    sign_cost: ClassVar[float] = 0.4  # a coarse copy and a signature
 
     num_clusters: int | str = setting(AUTO, "number of clusters K: auto finds it; a number; or a range such as 2-6")
     warmup: int = setting(1, "rounds of plain averaging before clients sign", ge=0)

@@ -82,7 +82,7 @@ class CenterState(ClusterState):
     chose_in: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N] round; 0: never
     mean_samples: float = 0.0  # mean sample count of the clients
     sent_in_rounds: int = 0  # models sent and received in rounds so far
-    sent_to_choose: int = 0  # models sent so far to clients that chose anew
+    sent_to_choose: float = 0  # models sent so far to clients that chose anew
     repaired_in: int = -REST  # round of the last repair of a cluster
 
 
@@ -95,6 +95,7 @@ class SignedMethod(Averaging[C]):
 
     state_type: ClassVar[type[ClusterState]] = CenterState
     choice_share: ClassVar[float] = 0.08  # of the models sent in rounds: so many may go to clients that choose anew
+    sign_cost: ClassVar[float] = 1.0  # of signing, in models
 
     signal: Literal["classes", "updates"] = setting(
         "classes",

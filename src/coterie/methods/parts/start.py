@@ -295,7 +295,7 @@ def chosen_by_loss(state: ClusterState, engine: Engine, clients: Tensor, rng: Rn
     return labels
 
 
-def choose_anew(method: SignedMethod[C], state: C, engine: Engine, clients: Tensor, room: int, rng: Rng) -> Anew:
+def choose_anew(method: SignedMethod[C], state: C, engine: Engine, clients: Tensor, room: float, rng: Rng) -> Anew:
     """Let clients choose anew, those first whose loss has risen, with at most `room` models sent to them.
 
     A client whose loss has risen signs again. A clear signature settles it: if it is that of its cluster, only the
@@ -306,7 +306,8 @@ def choose_anew(method: SignedMethod[C], state: C, engine: Engine, clients: Tens
     own = by_signature(state)[0][clients]
     rows = state.signatures.new_zeros(len(clients), *state.signatures.shape[1:])
     counts = torch.zeros(len(clients), *state.counts.shape[1:], dtype=torch.int64)
-    signing = state.alarmed[clients].nonzero().flatten()[: max(0, room)] if signatures_tell(state) else clients[:0]
+    most = max(0, int(room / method.sign_cost))
+    signing = state.alarmed[clients].nonzero().flatten()[:most] if signatures_tell(state) else clients[:0]
     if len(signing):
         found = find_clusters(method, state, engine, clients[signing], rng.at("sign"))
         own[signing] = found.labels
@@ -314,11 +315,12 @@ def choose_anew(method: SignedMethod[C], state: C, engine: Engine, clients: Tens
         labels[clear], asked[clear] = own[clear], True
         if found.signatures is not None and found.counts is not None:
             rows[signing.to(rows.device)], counts[signing] = found.signatures, found.counts
-    left = (~asked).nonzero().flatten()[: max(0, room - len(signing)) // state.num_clusters]
+    spent = method.sign_cost * len(signing)
+    left = (~asked).nonzero().flatten()[: max(0, int(room - spent)) // state.num_clusters]
     if len(left):
         chosen = chosen_by_loss(state, engine, clients[left], rng, own[left])
         labels[left], asked[left] = torch.where(chosen < 0, labels[left], chosen), True
-    sent = len(signing) + len(left) * state.num_clusters
+    sent = spent + len(left) * state.num_clusters
     return Anew(clients[asked], labels[asked], rows[asked.to(rows.device)], counts[asked], sent)
 
 
@@ -330,7 +332,7 @@ class Anew:
     labels: Tensor  # int64 [n]
     signatures: Tensor  # [n, L, D] of those that signed again
     counts: Tensor  # [n, L]; all 0: did not sign again
-    sent: int  # models sent to clients
+    sent: float  # models sent to clients
 
 
 def by_signature(state: CenterState) -> tuple[Tensor, Tensor]:
