@@ -14,7 +14,7 @@ from coterie.data.dataset import presets, source_class
 from coterie.data.federation import Federation, Split
 from coterie.data.scenario import Common, parts
 from coterie.engines.in_process import EngineSettings
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, Interrupted
 from coterie.methods.base import Algorithm, algorithms
 from coterie.nets.registry import models
 from coterie.runs.folder import RunFolder
@@ -81,15 +81,14 @@ class TestAlgorithm:
 
     @pytest.mark.parametrize("stop_after", [1, 2])
     def test_resumed_equals_uninterrupted(self, name, stop_after, tmp_path):
-        whole = finished(setup_of(make(name), schedule=Schedule(rounds=3, participation=0.6)))
+        what = setup_of(make(name), schedule=Schedule(rounds=3, participation=0.6))
+        whole = finished(what)
         folder = RunFolder.create(tmp_path, "run", "", {"run": {}})
-        half = trainer_of(
-            setup_of(make(name), schedule=Schedule(rounds=stop_after, participation=0.6, checkpoint_every=0)),
-            folder,
-        )
-        half.run()
+        half = trainer_of(what, folder, should_stop=lambda: half.progress.round == stop_after)
+        with pytest.raises(Interrupted):
+            half.run()
         folder.append({"round": "a round that the checkpoint does not know"})
-        rest = trainer_of(setup_of(make(name), schedule=Schedule(rounds=3, participation=0.6)), folder)
+        rest = trainer_of(what, folder)
         checkpoint, problems = folder.load_checkpoint()
         assert checkpoint is not None
         assert not problems
@@ -135,8 +134,9 @@ class TestAlgorithm:
         if "num_clusters" not in fields_of(algorithms()[name]):
             pytest.skip("no clusters")
         # A repair, or a new clustering by the server, would fill it.
-        off = {"guard": False, "clusterings": 1, "patience": 0}
+        off = {"guard": False, "clusterings": 1}
         off = {field: value for field, value in off.items() if field in fields_of(algorithms()[name])}
+        off |= {"patience": 0} if name == "clove" else {}
         trainer = trainer_of(setup_of(make(name, num_clusters=3, **off)))
         trainer._start()
         if trainer.state.num_clusters < 3:

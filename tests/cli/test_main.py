@@ -15,6 +15,7 @@ import pytest
 import coterie
 from coterie.cli import main as cli
 from coterie.errors import ConfigError, Interrupted
+from coterie.methods.base import algorithms
 
 from .conftest import Command
 
@@ -100,7 +101,7 @@ def test_exit_codes_and_what_is_said(
 
 def test_a_long_sentence_stays_on_one_line(command: Command, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "30")
-    assert command("run", "--algorithm", "fesm").error.endswith("robust_tkm.")
+    assert command("run", "--algorithm", "fesm").error.endswith(f", {max(algorithms())}.")
 
 
 def test_errors_of_the_program_itself_are_not_hidden(monkeypatch: pytest.MonkeyPatch):
