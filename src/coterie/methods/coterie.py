@@ -582,7 +582,8 @@ class _Update:
 
     def _can_try(self, members: Tensor) -> bool:
         """Whether enough of these members can be expected to try a cut in the next round."""
-        return bool(self._kept) and len(members) * self._engine.participation >= _FEWEST
+        is_last = self._engine.round == self._engine.task.work.total_rounds
+        return bool(self._kept) and not is_last and len(members) * self._engine.participation >= _FEWEST
 
     def _proposed(self, state: CoterieState, cluster: int, members: Tensor, kinds: Kinds) -> CoterieState:
         """The state in which the members of a cluster try a cut in the next round, if there is one to try."""
