@@ -20,7 +20,9 @@ from coterie.engines.mock import MockEngine
 from coterie.errors import ConfigError
 from coterie.methods.coterie import (
     Coterie,
+    _told,
     _Update,
+    _with_shares,
     coarsened,
     lengthened,
     restored,
@@ -34,7 +36,7 @@ from coterie.methods.fedavg import FedAvg
 from coterie.methods.parts import personal
 from coterie.methods.parts.centers import has_signature
 from coterie.methods.parts.kinds import Halves, Kinds, Noise, find_kinds
-from coterie.methods.parts.personal import NUM_MIXES
+from coterie.methods.parts.personal import NUM_MIXES, SHIFTS
 from coterie.nets.mixture import MixtureModel
 from coterie.nets.sketch import sketch_of
 from coterie.randomness import Rng
@@ -122,6 +124,20 @@ def test_rounds_in_which_clients_sign():
     assert [number for number in signing(24) if number <= 24] == [4, 10, 22]
     assert [number for number in signing(23) if number <= 23] == [4, 10]
     assert [number for number in signing(4) if number <= 4] == [4]
+
+
+@pytest.mark.parametrize(
+    ("clusters", "doubt", "clear", "signs"),
+    [(2, 4.9, 10, False), (2, 5.0, 10, True), (3, 0.0, 10, False), (1, 0.0, 10, True), (2, 4.9, 9.8, True)],
+)
+def test_a_second_look_is_skipped_where_the_first_found_kinds_and_left_no_doubt(clusters, doubt, clear, signs):
+    """The third is not: clients may have changed, and the centers have learnt more."""
+    engine, method = MockEngine(lambda *a, **k: {}, num_clients=3), Coterie(clear=clear)
+    state = method.start(engine.task, engine, RNG)
+    state = replace(state, centers=state.centers.repeat(clusters, 1), signed_in=2, doubt=doubt)
+    for number, expected in ((2, True), (8, signs), (20, True), (44, True)):
+        engine.round = number
+        assert method._signs_now(state, engine) == expected
 
 
 # ---- finding kinds ----
@@ -388,8 +404,21 @@ def test_the_parts_of_a_cut_start_from_the_means_of_their_members():
     assert (cut["clusters"], cut["sizes"], cut["signed_at"]) == ([0, 1], [10, 10], "common model")
     assert cut["z"] > 10
     assert cut["q"] == pytest.approx(50 * 20 / WIDE, rel=0.3)  # D n_a n_b / (n_a + n_b) / tr(S)
-    assert after.shares.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert after.shares.tolist() == [[4.75, 4.75], [4.75, 4.75]]  # all are alike: of the largest weight
     assert torch.equal(after.common, before.centers[0])
+
+
+def test_label_proportions_are_those_of_each_cluster():
+    """Members of the first differ, those of the second do not, and those of the third have not signed."""
+    engine = mock(gap=0.0)
+    state, counts = three_clusters(engine), torch.zeros(SIDE, 2, dtype=torch.int64)
+    counts[::3], counts[::6], counts[1::3] = torch.tensor([2, 14]), torch.tensor([14, 2]), torch.tensor([3, 1])
+    state = replace(state, counts=counts, labels=state.labels.index_fill(0, torch.tensor([18]), -1))
+    light, heavy = 15 / 8 - 0.5, 9.5
+    expected = [[light / 2, light / 2], [0.75 * heavy, 0.25 * heavy], [0.0, 0.0]]
+    torch.testing.assert_close(_with_shares(state).shares, torch.tensor(expected))
+    told = _told(_with_shares(state), torch.tensor([1, -1, 0]))
+    torch.testing.assert_close(told["shares"], torch.tensor([expected[1], [0.0, 0.0], expected[0]]))
 
 
 def test_a_robust_mean_is_that_of_each_part():
@@ -453,24 +482,45 @@ def test_a_client_whose_loss_has_risen_does_not_move_its_center():
 
 
 def test_losses_of_mixes_are_means_over_held_out_samples_and_fade():
-    """In every other round and in the last one; in the last one, clients finish their own models too."""
-    method, engine = Coterie(warmup=9), mock(gap=0.0)
-    engine.task = replace(engine.task, work=replace(engine.task.work, total_rounds=5))
+    """In every fourth round and in the last one; in the last one, clients finish their own models too."""
+    method, engine = Coterie(warmup=99), mock(gap=0.0)
+    engine.task = replace(engine.task, work=replace(engine.task.work, total_rounds=10))
     finished_in = {}
 
     def respond(step, client, sent, curve=None, shares=None, finish=None):
         if finish is not None:
             finished_in[engine.round] = float(finish)
         found = {"params": sent, "samples": 1}
-        told = {"losses": engine.round * (client + torch.arange(NUM_MIXES).float()), "held": client + 1}
+        told = {"losses": engine.round * (client + falling), "held": client + 1}
         return found if curve is None else found | told
 
     engine._respond = respond
-    mean = mean_of(torch.arange(SIDE).unsqueeze(1) + torch.arange(NUM_MIXES).float(), SAMPLES)
-    levels = [0.0, 2.0, 2.0, 0.5 * 2 + 0.5 * 4, 0.5 * 3 + 0.5 * 5]
-    for state, level in zip(driven(method, engine, 5), levels, strict=True):
+    falling = torch.arange(NUM_MIXES).flip(0).float()  # the more of the own model, the better
+    mean = mean_of(torch.arange(SIDE).unsqueeze(1) + falling, SAMPLES)
+    levels = [0.0] * 3 + [4.0] * 4 + [0.5 * 4 + 0.5 * 8] * 2 + [0.5 * 6 + 0.5 * 10]
+    for state, level in zip(driven(method, engine, 10), levels, strict=True):
         torch.testing.assert_close(state.curves[0], level * mean)
-    assert finished_in == {5: pytest.approx(0.15 * 5)}
+    assert finished_in == {10: pytest.approx(0.25 * 10)}
+
+
+@pytest.mark.parametrize(
+    ("method", "participation", "total", "expected"),
+    [
+        (Coterie(), 1.0, 10, [4, 8, 10]),
+        (Coterie(), 1.0, None, [4, 8]),
+        (Coterie(), 0.5, 10, list(range(1, 11))),
+        (Coterie(serve="kind"), 0.5, 10, []),
+    ],
+)
+def test_rounds_in_which_mixes_are_compared(method, participation, total, expected):
+    """A client that seldom takes part compares whenever it does."""
+    engine = mock(gap=0.0)
+    engine.participation = participation
+    engine.task = replace(engine.task, work=replace(engine.task.work, total_rounds=total))
+    found = []
+    for engine.round in range(1, 11):
+        found += [engine.round] if method._mixes_now(engine) else []
+    assert found == expected
 
 
 # ---- centers of few models ----
@@ -684,8 +734,8 @@ def test_noise_is_estimated_from_all_who_signed(monkeypatch):
         return find_kinds(found, noise, keys, limits)
 
     monkeypatch.setattr("coterie.methods.coterie.find_kinds", spy)
-    state = driven(Coterie(warmup=1), mock(gap=20.0), 8)[-1]
-    assert whats(state) == [(2, "cut"), (8, "refused"), (8, "refused")]
+    state = driven(Coterie(warmup=1), mock(gap=20.0), 20)[-1]
+    assert whats(state) == [(2, "cut"), (20, "refused"), (20, "refused")]
     answers = [answer_of(client, 20.0) for client in range(SIDE)]
     rows, contrasts, counts = (
         torch.stack([answer[name] for answer in answers]) for name in ("signature", "contrast", "counts")
@@ -695,6 +745,50 @@ def test_noise_is_estimated_from_all_who_signed(monkeypatch):
     for _, noise in seen:
         torch.testing.assert_close(noise.size, expected.size)
         torch.testing.assert_close(noise.spread, expected.spread)
+
+
+def with_a_third_kind(small):
+    """Clients of which every other even one differs from the other even ones too, by `small`."""
+    engine = mock(gap=20.0)
+
+    def respond(step, client, sent, **more):
+        found = dict(original(step, client, sent, **more))
+        if "signature" in found and client % 4 == 2:
+            found["signature"] = found["signature"] + math.sqrt(small) * torch.eye(WIDE)[1].half()
+        return found
+
+    original, engine._respond = engine._respond, respond
+    return engine
+
+
+@pytest.mark.parametrize(("small", "looks"), [(0.0, [2, 20]), (1.6, [2, 8, 20])])
+def test_a_difference_that_is_almost_clear_is_looked_at_again(small, looks, monkeypatch):
+    """Doubt is z of the last pair that was merged within a kind; from half of what is clear, there is a second look."""
+    seen, signed_in = [], []
+
+    def spy(*asked):
+        seen.append(find_kinds(*asked))
+        return seen[-1]
+
+    monkeypatch.setattr("coterie.methods.coterie.find_kinds", spy)
+    engine = with_a_third_kind(small)
+    respond = engine._respond
+
+    def noted(step, client, sent, sign=None, **more):
+        signed_in.append(engine.round) if sign is not None else None
+        return respond(step, client, sent, sign=sign, **more)
+
+    engine._respond = noted
+    method = Coterie(warmup=1)
+    states = driven(method, engine, 2)
+    assert whats(states[-1]) == [(2, "cut")]
+    whole, *parts = seen  # all clients, and then each of the two kinds by itself
+    assert [len(part.labels) for part in parts] == [10, 10]
+    assert states[-1].doubt == max(part.last for part in parts)
+    assert (states[-1].doubt >= method.clear / 2) == (8 in looks)
+    assert whole.last < method.clear
+    driven(method, engine, 18, states[-1], first=3)
+    assert sorted(set(signed_in)) == looks
 
 
 def test_the_gain_in_standard_errors():
@@ -774,7 +868,7 @@ def test_a_client_that_was_not_seen_is_served_with_the_common_model():
     state = replace(state, labels=state.labels.index_fill(0, torch.tensor([3]), -1), served=state.served + 1)
     found = Coterie().personal(state, torch.tensor([2, 3]))
     assert torch.equal(found.models[found.refs], torch.stack([state.served[0], state.common]))
-    assert found.each["shares"].tolist() == [[0.5, 0.5], [0.0, 0.0]]
+    assert found.each["shares"].tolist() == [[4.75, 4.75], [0.0, 0.0]]
 
 
 def test_clients_that_join_try_no_cut():
@@ -873,22 +967,81 @@ def test_clients_keep_the_model_that_they_trained_last():
 
 
 def test_own_models_are_finished_in_the_last_round(monkeypatch):
-    """Clients keep what they finish, here where it helps at all, and send what they would have sent."""
+    """Clients keep what they finish, here where it helps at all, and send what they would have sent.
+
+    One model for two kinds: own models have the larger share.
+    """
     monkeypatch.setattr(personal, "_CLEAR", 1e-6)
-    what = setup(federation=doubtful(), rounds=8)
+    what = setup(Coterie(num_clusters=1), doubtful(), rounds=8)
     run = finished(what)
-    monkeypatch.setattr(Coterie, "_finishes_now", lambda self, engine: False)
+    monkeypatch.setattr(Coterie, "_finishing", lambda self, state, engine: torch.zeros(1, dtype=torch.bool))
     plain = finished(what)
     assert_same(run.state.tensors(), plain.state.tensors())
     finer = (own_models(run) != own_models(plain)).any(1)
     assert 0 < int(finer.sum()) < 30
 
 
-def test_with_partial_participation_each_client_finishes_about_once(partly):
-    _, calls, _ = partly
-    finishing = {number: call["payload"]["finish"] for number, *_, call, _ in calls if "finish" in call["payload"]}
-    assert list(finishing) == [8, 9, 10]
-    assert [float(value) for value in finishing.values()] == pytest.approx([1.5] * 3)
+def finishing_of(calls):
+    """The rounds in which clients finish their own models, and the work for it."""
+    return {
+        number: float(call["payload"]["finish"]) for number, *_, call, _ in calls if "finish" in call.get("payload", {})
+    }
+
+
+def test_with_partial_participation_each_client_finishes_about_once():
+    federation = two_kinds(60, samples=30, groups=3)
+    run = trainer_of(setup(Coterie(num_clusters=1), federation, rounds=10, participation=0.3))
+    calls = spied(run.engine)
+    run.run()
+    assert finishing_of(calls) == {8: 2.5, 9: 2.5, 10: 2.5}
+
+
+def test_where_centers_serve_well_own_models_are_not_finished(partly):
+    run, calls, _ = partly
+    assert finishing_of(calls) == {}
+    assert bool((run.state.curves.argmin(1) < 2 * len(SHIFTS)).all())  # an own share of at most 0.25
+
+
+def test_own_models_are_finished_where_they_have_the_larger_share():
+    """Clusters that prefer own shares of 0, 0.25, 0.5, 0.75 and 1; one of which nothing is known."""
+    engine, method = mock(gap=0.0), Coterie()
+    curves = torch.ones(6, NUM_MIXES)
+    curves[torch.arange(5), len(SHIFTS) * torch.arange(5) + 1] = 0.5
+    curves[5] = 0
+    state = replace(method.start(engine.task, engine, RNG), curves=curves)
+    larger, nowhere = [False, False, True, True, True, False], [False] * 6
+
+    def finishing(number, total, participation=1.0, serve="own"):
+        engine.round, engine.participation = number, participation
+        engine.task = replace(engine.task, work=replace(engine.task.work, total_rounds=total))
+        return replace(method, serve=serve)._finishing(state, engine).tolist()
+
+    assert finishing(10, 10) == larger
+    assert finishing(9, 10) == nowhere
+    assert finishing(9, None) == nowhere
+    assert finishing(10, 10, serve="kind") == nowhere
+    assert [finishing(number, 10, 0.3) for number in (7, 8, 9, 10)] == [nowhere, larger, larger, larger]
+
+
+def test_some_clusters_finish_and_others_do_not():
+    """Only members of the second are told to; all train from their centers, and are averaged as ever."""
+    method, engine = Coterie(), mock(gap=0.0)
+    engine.task = replace(engine.task, work=replace(engine.task.work, total_rounds=10))
+    told, respond = {}, engine._respond
+
+    def noted(step, client, sent, finish=None, **more):
+        told[client] = finish if finish is None else float(finish)
+        return respond(step, client, sent, **more)
+
+    engine._respond = noted
+    state = three_clusters(engine)
+    curves = torch.ones(3, NUM_MIXES).index_put((torch.arange(3), torch.tensor([0, 7, 4])), torch.tensor(0.5))
+    state = replace(state, curves=curves, counts=state.counts + 1, signed_in=5)
+    [after] = driven(method, engine, 1, state, first=10)
+    assert told == {client: 2.5 if client % 3 == 1 else None for client in range(SIDE)}
+    for label in range(3):
+        models = torch.stack([trained_by(client, state.centers[label]) for client in range(label, SIDE, 3)])
+        torch.testing.assert_close(after.centers[label], mean_of(models, SAMPLES[label::3]))
 
 
 def test_longer_work():

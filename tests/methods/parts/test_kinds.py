@@ -254,6 +254,27 @@ def test_the_evidence_is_that_of_the_least_clear_difference():
     assert (answer.z, answer.q) == pytest.approx((float(least[0]), float(least[1])))
 
 
+@pytest.mark.parametrize("members", [[12], [20, 20]], ids=str)
+def test_the_last_pair_that_was_merged(members):
+    """With room for one kind only, it is the pair that is left if there is room for two."""
+    found, _ = made(members)
+    noise = Noise.of(found)
+    pair, before = kinds._merged(found, noise, Limits(least=2, most=2))
+    one, last = kinds._merged(found, noise, Limits(most=1))
+    assert (int(pair.max()), int(one.max())) == (1, 0)
+    assert last == pytest.approx(float(kinds._between(found, pair, noise)[0][0, 1]))
+    assert (last >= kinds.CLEAR) == (len(members) > 1)
+    assert kinds_of(found, Limits(least=2, most=2)).last == pytest.approx(before)  # keys change the order
+    assert kinds_of(found, Limits(most=1)).last == pytest.approx(last)
+    assert kinds_of(found).last < kinds.CLEAR
+
+
+def test_what_was_never_merged_leaves_no_doubt():
+    found, _ = made([1] * 12, held=5)
+    assert kinds_of(found).last == 0
+    assert kinds_of(made([1])[0]).last == 0
+
+
 @pytest.mark.parametrize(("least", "most", "expected"), [(1, 2, 2), (1, 1, 1), (5, None, 5), (3, 3, 3), (4, 9, 4)])
 def test_limits_are_kept(least, most, expected):
     found, true = made([14, 14, 12])

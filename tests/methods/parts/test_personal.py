@@ -26,6 +26,7 @@ from coterie.methods.parts.personal import (
     choose_mix,
     compare_mixes,
     finish_own,
+    label_prior,
     label_shift,
     mixes,
     served,
@@ -87,7 +88,7 @@ def without_valid(federation, clients):
     return replace(federation, valid=Split.of(rows))
 
 
-SHARES_OF_LABELS = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.0, 0.0, 0.0], [0.2, 0.2, 0.6], [0.4, 0.4, 0.2]])
+SHARES_OF_LABELS = torch.tensor([[0.5, 0.3, 0.2], [0.2, 1.6, 0.2], [0.0, 0.0, 0.0], [0.1, 0.1, 0.3], [3.8, 3.8, 1.9]])
 
 
 # ---- the turn ----
@@ -102,15 +103,16 @@ def uneven() -> Federation:
 
 
 def test_the_turn_is_the_logarithm_of_proportions():
-    """Own counts, and two samples of the cluster's proportions."""
+    """Own counts, and so many samples of the cluster's proportions as these weigh."""
     block = block_of(uneven(), torch.arange(4))
     counts = torch.tensor([[3, 2, 2], [1, 0, 3], [0, 11, 0], [0, 0, 1]])
     assert torch.equal(block.label_counts(), counts)
     shares = torch.tensor([0.5, 0.3, 0.2]).double().expand(4, 3)
-    found = label_shift(block, shares)
-    for client in range(4):
+    weights = [0.5, 1.0, 2.0, 9.5]
+    found = label_shift(block, torch.tensor(weights).double().unsqueeze(1) * shares)
+    for client, weight in enumerate(weights):
         for label in range(3):
-            own = (counts[client, label] + 2 * shares[client, label]) / (counts[client].sum() + 2)
+            own = (counts[client, label] + weight * shares[client, label]) / (counts[client].sum() + weight)
             assert float(found[client, label]) == pytest.approx(math.log(own / shares[client, label]))
     # The cluster's proportions, turned, are the client's own.
     torch.testing.assert_close((shares.log() + found).exp().sum(1), torch.ones(4).double())
@@ -118,8 +120,17 @@ def test_the_turn_is_the_logarithm_of_proportions():
 
 def test_a_client_with_its_clusters_proportions_is_not_turned():
     block = block_of(uneven(), torch.tensor([0]))
-    shares = torch.tensor([[3.0, 2.0, 2.0]]).double() / 7
-    torch.testing.assert_close(label_shift(block, shares), torch.zeros(1, 3).double())
+    for weight in (0.5, 1.0, 9.5):
+        shares = weight * torch.tensor([[3.0, 2.0, 2.0]]).double() / 7
+        torch.testing.assert_close(label_shift(block, shares), torch.zeros(1, 3).double())
+
+
+def test_the_heavier_the_proportions_the_less_a_client_is_turned():
+    block = block_of(uneven(), torch.tensor([1, 2, 3]))
+    shares = torch.tensor([[0.5, 0.3, 0.2]]).double().expand(3, 3)
+    light, heavy = (label_shift(block, weight * shares) for weight in (0.5, 9.5))
+    assert torch.equal(light.sign(), heavy.sign())
+    assert bool((heavy.abs() < light.abs()).all())
 
 
 def test_unknown_proportions_turn_nothing():
@@ -137,6 +148,73 @@ def test_a_class_that_the_cluster_has_never_seen_is_finite():
     assert bool(found.isfinite().all())
     assert found[0, 2] == found[0].max()  # it holds only this class
     assert found[1, 2] == 0  # neither of them holds it
+
+
+# ---- the weight of proportions ----
+
+BASE = torch.tensor([0.4, 0.3, 0.2, 0.1]).double()
+
+
+def drawn_counts(concentration, clients=2000, most=30, seed=0):
+    """Label counts of clients of 1 to `most` samples, whose proportions are Dirichlet distributed around `BASE`.
+
+    Sample after sample, by an urn: a class is as likely as it is in `BASE` and among the samples before, together.
+    """
+    rng = Rng.seed(seed)
+    sizes = 1 + (most * rng.at("sizes").uniform(clients)).long()
+    counts = torch.zeros(clients, len(BASE), dtype=torch.int64)
+    for number in range(most):
+        likely = (counts + concentration * BASE) / (number + concentration)
+        label = (rng.at("label", number).uniform(clients, 1) > likely.cumsum(1)[:, :-1]).sum(1)
+        counts += torch.nn.functional.one_hot(label, len(BASE)) * (sizes > number).unsqueeze(1)
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("concentration", [0.2, 1.0, 4.0])
+def test_the_weight_is_the_concentration_of_proportions(concentration, seed):
+    """And half a sample more: nobody's own samples are all that counts."""
+    counts = drawn_counts(concentration, seed=seed)
+    found = label_prior(counts)
+    assert float(found.sum()) == pytest.approx(concentration + 0.5, rel=0.1)
+    torch.testing.assert_close(found / found.sum(), counts.sum(0).double() / counts.sum())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("clients", "most"), [(2000, 30), (100, 30), (2000, 1), (50, 400)])
+def test_proportions_of_iid_clients_have_the_largest_weight(clients, most, seed):
+    """About ten samples, although the counts of two of them are never equal; also if each has one sample."""
+    counts = drawn_counts(1e9, clients, most, seed)
+    found = label_prior(counts)
+    assert float(found.sum()) == pytest.approx(9.5)
+    torch.testing.assert_close(found / found.sum(), counts.sum(0).double() / counts.sum())
+
+
+def test_proportions_of_clients_with_one_class_each_have_the_smallest_weight():
+    assert label_prior(torch.tensor([[7, 0, 0], [0, 7, 0], [0, 0, 7]])).tolist() == pytest.approx([0.5 / 3] * 3)
+
+
+def test_the_weight_by_hand():
+    """Of sixteen samples, six more or less than half are of the first class.
+
+    Pearson's statistic is 6^2 / 8 + 6^2 / 8 = 9 for each client, and 1 + 15 / (1 + weight) is to be expected.
+    """
+    expected = 15 / 8 - 1 + 0.5
+    for counts in ([[14, 2], [2, 14]], [[14, 2]] * 5 + [[2, 14]] * 5, [[14, 0, 2], [2, 0, 14], [0, 0, 0]]):
+        found = label_prior(torch.tensor(counts))
+        assert float(found.sum()) == pytest.approx(expected)
+        assert float(found[0]) == float(found[-1]) == pytest.approx(expected / 2)
+
+
+def test_proportions_of_one_client_are_its_own():
+    assert label_prior(torch.tensor([[6, 0, 2]])).tolist() == pytest.approx([9.5 * 0.75, 0, 9.5 * 0.25])
+    assert label_prior(torch.tensor([[0, 1, 0]])).tolist() == pytest.approx([0, 9.5, 0])
+    assert label_prior(torch.tensor([[5], [3]])).tolist() == pytest.approx([9.5])
+
+
+def test_nobody_has_told_proportions():
+    assert label_prior(torch.zeros(0, 3, dtype=torch.int64)).tolist() == [0.0] * 3
+    assert label_prior(torch.zeros(4, 3, dtype=torch.int64)).tolist() == [0.0] * 3
 
 
 # ---- comparing ----
