@@ -100,7 +100,7 @@ def test_exit_codes_and_what_is_said(
 
 def test_a_long_sentence_stays_on_one_line(command: Command, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "30")
-    assert command("run", "--algorithm", "fesm").error.endswith("robust_tkm.")
+    assert command("run", "--algorithm", "fesm").error.endswith("srfca.")
 
 
 def test_errors_of_the_program_itself_are_not_hidden(monkeypatch: pytest.MonkeyPatch):
@@ -141,7 +141,7 @@ def test_help_shows_type_default_and_choices(command: Command):
         "--attack [none|sign_flip|gaussian|label_flip] Simulated attack. [default: none]",
         "--lr FLOAT Learning rate; by default the dataset's.",
         "--batch-size INTEGER|full",
-        "-k, --clusters INTEGER|auto",
+        "-k, --clusters INTEGER Number of clusters K; auto: coterie finds it",
     ):
         assert said in shown
 
