@@ -125,7 +125,8 @@ def test_bad_input_is_one_sentence(command: Command, arguments: tuple[object, ..
 
 
 def test_auto_chooses_before_the_run_and_keeps_the_number(command: Command):
-    done = command("run", *SMALL, "--rounds", 2, "--clusters", "auto", "--set", "scenario.groups=2", "--name", "one")
+    run = ("run", "-a", "fesem", *SMALL, "--rounds", 2, "--set", "scenario.groups=2")
+    done = command(*run, "--clusters", "auto", "--name", "one")
     assert done.code == 0
     assert "choosing the number of clusters of rotated-digits" in done.err
     assert "chosen: 2 clusters, because held-out accuracy is " in done.err
@@ -135,14 +136,14 @@ def test_auto_chooses_before_the_run_and_keeps_the_number(command: Command):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["clusters"] == chosen["recommended"] == 2
     assert summary["notes"] == [f"--clusters auto chose K = 2: {chosen['reason']}"]
-    given = command("run", *SMALL, "--rounds", 2, "--clusters", 2, "--set", "scenario.groups=2", "--json").json
+    given = command(*run, "--clusters", 2, "--json").json
     for key in ("accuracy", "loss", "cluster_sizes", "bytes", "digest"):
         assert given[key] == summary[key]
     assert not given["notes"]
 
 
 def test_a_resumed_run_does_not_choose_again(command: Command, monkeypatch: pytest.MonkeyPatch):
-    whole = command("run", *SMALL, "--rounds", 2, "-k", "auto", "--name", "one", "--json").json
+    whole = command("run", "-a", "fesem", *SMALL, "--rounds", 2, "-k", "auto", "--name", "one", "--json").json
     Path("runs/one/summary.json").unlink()
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -156,7 +157,7 @@ def test_a_resumed_run_does_not_choose_again(command: Command, monkeypatch: pyte
 
 def test_auto_from_a_config_file_and_a_number_that_overrides_it(command: Command):
     Path("own.toml").write_text('[algorithm]\nnum_clusters = "auto"\n[scenario]\ngroups = 2\n')
-    few = ("run", "--config", "own.toml", *SMALL, "--rounds", 1, "--json")
+    few = ("run", "-a", "fesem", "--config", "own.toml", *SMALL, "--rounds", 1, "--json")
     assert command(*few).json["clusters"] == 2
     assert command(*few, "--clusters", 3).json["clusters"] == 3
 
@@ -168,7 +169,21 @@ def test_auto_with_a_method_without_clusters_is_not_used(command: Command):
     assert "choosing" not in done.err
 
 
+def test_auto_with_a_method_that_finds_the_number_is_left_to_it(command: Command):
+    done = command("run", *SMALL, "--rounds", 2, "--clusters", "auto", "--name", "one")
+    assert done.code == 0
+    assert "choosing" not in done.err
+    assert tomllib.loads(Path("runs/one/config.toml").read_text())["algorithm"]["num_clusters"] == "auto"
+    assert json.loads(Path("runs/one/summary.json").read_text())["clusters"] == 4
+    assert not Path("runs/one/artifacts/choose-k.json").exists()
+
+
 def test_other_words_are_refused_and_compare_has_no_auto(command: Command):
-    assert command("run", "--clusters", "many").error == "--clusters must be an int >= 1 or 'auto'. Got 'many' instead."
+    said = command("run", "--clusters", "many").error
+    assert said == (
+        "num_clusters of Coterie must be 'auto', an int >= 1, or a range such as '2-6'. Got 'many' instead."
+    )
+    said = command("run", "-a", "fesem", "--clusters", "many").error
+    assert said == "num_clusters of FeSEM must be an int >= 1. Got 'many' instead."
     said = command("compare", "-a", "fesem", "--clusters", "auto").error
     assert said == "num_clusters of FeSEM must be an int >= 1. Got 'auto' instead."

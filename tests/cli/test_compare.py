@@ -74,17 +74,17 @@ def test_a_comparison_is_made_of_runs_like_any_other(command: Command):
     assert command("show", root / "fesem-s0", "--json").json == within
 
 
-def test_by_default_the_four_methods_in_a_table(command: Command):
+def test_by_default_the_five_methods_in_a_table(command: Command):
     done = command("compare", *TINY, "--seeds", 2)
     assert done.code == 0
     lines = {line.split()[1]: line for line in done.out.splitlines() if line.startswith("│")}
-    assert list(lines) == ["local", "fedavg", "ifca", "fesem"]
+    assert list(lines) == ["local", "fedavg", "ifca", "fesem", "coterie"]
     for key, line in lines.items():
         assert line.count("±") == 5, key  # accuracy, the worst, F1, ARI, seconds
     assert "rotated-digits, 8 clients, 2 seed(s); mean ± standard deviation" in done.out
     assert "run folders: runs/compare-rotated-digits" in done.err
-    assert "[8/8] fesem seed 1: accuracy" in done.err
-    assert re.search(r"\[7/8\] ifca seed 1: accuracy .* s; left 0:\d\d\n", done.err)
+    assert "[10/10] coterie seed 1: accuracy" in done.err
+    assert re.search(r"\[9/10\] fesem seed 1: accuracy .* s; left 0:\d\d\n", done.err)
 
 
 def test_one_seed_has_no_spread(command: Command):

@@ -27,7 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of fesem, `a`, that was made once."""
     out = tmp_path_factory.mktemp("runs")
     with pytest.raises(SystemExit):
-        main(["run", *SMALL, "--unseen", "0.15", "--out", str(out), "--name", "a"])
+        main(["run", "-a", "fesem", *SMALL, "--unseen", "0.15", "--out", str(out), "--name", "a"])
     return out
 
 

@@ -54,7 +54,7 @@ def no_run_was_made() -> bool:
 
 
 def test_a_run_leaves_a_folder_with_everything(command: Command):
-    done = command("run", *TINY, "--clusters", 4, "--name", "a", "--seed", 5)
+    done = command("run", "-a", "fesem", *TINY, "--clusters", 4, "--name", "a", "--seed", 5)
     assert done.code == 0
     path = Path("runs/a")
     assert {p.name for p in path.iterdir()} == FILES
@@ -74,7 +74,7 @@ def test_a_run_leaves_a_folder_with_everything(command: Command):
 
 
 def test_every_key_of_the_summary(command: Command):
-    done = command("run", *TINY, "--json", "--seed", 2)
+    done = command("run", "-a", "fesem", *TINY, "--json", "--seed", 2)
     summary = done.json
     assert done.err == ""
     assert json.loads(Path(summary["path"], "summary.json").read_text()) == summary
@@ -114,7 +114,7 @@ def test_agreement_is_null_where_there_are_no_true_groups(command: Command):
 
 
 def test_for_people_the_result_is_on_stdout_and_the_rest_on_stderr(command: Command):
-    done = command("run", *TINY, "--name", "a")
+    done = command("run", "-a", "fesem", *TINY, "--name", "a")
     assert "fesem on rotated-digits" in done.out
     assert "runs/a" in done.out
     first, *rounds = done.err.splitlines()
@@ -138,6 +138,11 @@ def test_equal_commands_give_equal_runs(command: Command):
     for name in ("a", "b"):
         command("run", *TINY, "--name", name, "--quiet")
     assert outcome(Path("runs/a")) == outcome(Path("runs/b"))
+
+
+def test_the_default_method_is_coterie(command: Command):
+    found = command("run", *TINY, "--json").json
+    assert (found["algorithm"], found["path"]) == ("coterie", "runs/rotated-digits-coterie-s0")
 
 
 # ---- settings ----
@@ -198,7 +203,16 @@ OTHERS = (Path("runs/b"), Path("runs/c"))
 def test_set_reaches_every_table(command: Command):
     found = settings(
         command,
-        *("--set", "algorithm.prox=0.1", "--set", "work.weight_decay=1e-4", "--set", "scenario.groups=2"),
+        *(
+            "-a",
+            "fesem",
+            "--set",
+            "algorithm.prox=0.1",
+            "--set",
+            "work.weight_decay=1e-4",
+            "--set",
+            "scenario.groups=2",
+        ),
         *("--set", "engine.precision=float64", "--set", "run.participation=0.5", "--clusters", 2),
     )
     assert found["algorithm"]["prox"] == 0.1
@@ -324,7 +338,7 @@ def test_set_in_a_wrong_form(command: Command, text: str):
     ],
 )
 def test_set_to_what_cannot_be(command: Command, assignment: str, said: str):
-    assert said in command("run", *TINY, "--set", assignment).error
+    assert said in command("run", "-a", "fesem", *TINY, "--set", assignment).error
     assert no_run_was_made()
 
 
@@ -484,7 +498,21 @@ def test_a_newer_schema_is_refused_by_name(command: Command, verb: str):
 
 # ---- stopping and going on, in this process ----
 
-LONG = ("run", "--clients", 8, "--rounds", 5, "--epochs", 1, "--checkpoint-every", 0, "--quiet", "--name")
+LONG = (
+    "run",
+    "-a",
+    "fesem",
+    "--clients",
+    8,
+    "--rounds",
+    5,
+    "--epochs",
+    1,
+    "--checkpoint-every",
+    0,
+    "--quiet",
+    "--name",
+)
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, round: int, presses: int = 1) -> None:

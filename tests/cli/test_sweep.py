@@ -12,7 +12,8 @@ from .conftest import TINY, Command
 
 
 def test_a_row_for_each_combination_over_the_seeds(command: Command):
-    done = command("sweep", "-g", "algorithm.prox=0,0.5", "-g", "work.lr=0.1,0.2", "--seeds", 2, *TINY, "--json")
+    grid = ("-g", "algorithm.prox=0,0.5", "-g", "work.lr=0.1,0.2")
+    done = command("sweep", "-a", "fesem", *grid, "--seeds", 2, *TINY, "--json")
     assert done.code == 0
     rows = done.json["rows"]
     assert [row["labels"] for row in rows] == [
@@ -63,7 +64,7 @@ def test_the_table_shows_the_swept_field(command: Command):
     ],
 )
 def test_what_cannot_be_swept_is_said_in_a_sentence(command: Command, arguments, said):
-    done = command("sweep", *arguments, *TINY)
+    done = command("sweep", "-a", "fesem", *arguments, *TINY)
     assert done.code == 2
     assert said in done.err
     assert not list(Path().glob("runs/*"))
@@ -74,7 +75,7 @@ def test_seeds_and_processes_as_in_compare(command: Command):
     alone, together = (command(*base, "--jobs", jobs).json["rows"] for jobs in (1, 2))
     assert [row["seeds"] for row in alone] == [2, 2]
     assert {path.name for path in Path("runs/sweep-rotated-digits").glob("*/")} == {
-        *(f"fesem-lr={lr}-s{seed}" for lr in ("0.1", "0.2") for seed in (3, 4))
+        *(f"coterie-lr={lr}-s{seed}" for lr in ("0.1", "0.2") for seed in (3, 4))
     }
     assert [{**row, "seconds": 0} for row in together] == [{**row, "seconds": 0} for row in alone]
     assert "Got '4-3' instead" in command("sweep", "-g", "work.lr=0.1,0.2", *TINY, "--seeds", "4-3").error
