@@ -101,11 +101,7 @@ def test_exit_codes_and_what_is_said(
 
 def test_a_long_sentence_stays_on_one_line(command: Command, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "30")
-<<<<<<< HEAD
     assert command("run", "--algorithm", "fesm").error.endswith(f", {max(algorithms())}.")
-=======
-    assert command("run", "--algorithm", "fesm").error.endswith("srfca.")
->>>>>>> wt-u
 
 
 def test_errors_of_the_program_itself_are_not_hidden(monkeypatch: pytest.MonkeyPatch):
