@@ -15,6 +15,7 @@ from coterie import IFCA, SGD, FedAvg, FeSEM
 from coterie.data.dataset import presets
 from coterie.errors import ConfigError, CoterieError, DataError, UnknownName
 from coterie.methods.base import algorithms
+from coterie.methods.coterie import Coterie
 from coterie.nets.flat import flatten
 from coterie.randomness import Rng
 from coterie.runs.experiment import resolve, resolve_each
@@ -30,9 +31,9 @@ def resolved(**run: Any) -> Any:
 # ---- defaults ----
 
 
-def test_nothing_typed_is_fesem_on_rotated_digits():
+def test_nothing_typed_is_coterie_on_rotated_digits():
     found = resolve({})
-    assert found.algorithm == FeSEM(num_clusters=4)
+    assert found.algorithm == Coterie()
     assert (found.dataset, found.clients, found.scenario.name) == ("rotated-digits", 40, "rotated")
     assert (found.engine, found.device, found.loss) == ("vectorized", "auto", "cross_entropy")
     assert found.schedule == Schedule()
@@ -200,7 +201,7 @@ def test_a_config_file_that_is_not_there(tmp_path: Path):
         ({"run": {"scenario": "rotate"}}, "rotated"),
         ({"run": {"loss": "crossentropy"}}, "cross_entropy"),
         ({"run": {"round": 3}}, "rounds"),
-        ({"algorithm": {"proxx": 1}}, "prox"),
+        ({"run": {"algorithm": "fesem"}, "algorithm": {"proxx": 1}}, "prox"),
         ({"algorithm": {"clusters": 3}}, "num_clusters"),
         ({"work": {"learning_rate": 1, "batchsize": 3}}, None),
         ({"work": {"batchsize": 3}}, "batch_size"),
