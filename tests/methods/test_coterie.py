@@ -23,20 +23,16 @@ from coterie.methods.coterie import (
     _told,
     _Update,
     _with_shares,
-    coarsened,
-    lengthened,
-    restored,
     sign_at,
-    signature_shape,
-    signed_halves,
     t_value,
     train_member,
 )
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.parts import personal
 from coterie.methods.parts.centers import has_signature
+from coterie.methods.parts.halves import coarsened, halves_shape, restored, signed_halves
 from coterie.methods.parts.kinds import Halves, Kinds, Noise, find_kinds
-from coterie.methods.parts.personal import NUM_MIXES, SHIFTS
+from coterie.methods.parts.personal import NUM_MIXES, SHIFTS, lengthened
 from coterie.nets.mixture import MixtureModel
 from coterie.nets.sketch import sketch_of
 from coterie.randomness import Rng
@@ -1074,7 +1070,7 @@ def test_a_signature_is_of_two_halves_of_each_class():
     block = engine.block_of(torch.tensor([3, 8, 21]), engine.plan)
     row = Rng.seed(2).normal(engine.task.layout.size)
     found = signed_halves(block, Models(row.unsqueeze(0), torch.zeros(3, dtype=torch.int64)), by_class=True)
-    classes, width = signature_shape(engine.task, by_class=True)
+    classes, width = halves_shape(engine.task, by_class=True)
     assert (classes, width) == (4, 32)
     sketch = sketch_of(engine.task.layout.num_parameters, width, Rng.seed(0).at("signature"), row.device)
     assert torch.equal(found["counts"], federation.label_counts()[[3, 8, 21]])

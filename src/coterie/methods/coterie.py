@@ -46,6 +46,7 @@ from coterie.methods.parts.centers import (
     without_signatures,
 )
 from coterie.methods.parts.guard import rechosen, with_misplaced
+from coterie.methods.parts.halves import coarsened, halves_shape, restored, sign_at, signed_halves
 from coterie.methods.parts.kinds import CLEAR, SURE, WORTH, Halves, Kinds, Limits, Noise, find_kinds
 from coterie.methods.parts.personal import (
     NUM_MIXES,
@@ -54,27 +55,24 @@ from coterie.methods.parts.personal import (
     compare_mixes,
     finish_own,
     label_prior,
+    lengthened,
     mixes,
     served,
 )
 from coterie.methods.parts.signatures import Signatures
 from coterie.methods.parts.start import by_signature, chosen_by_loss, find_clusters, signatures_tell
-from coterie.nets.flat import Layout
-from coterie.nets.sketch import sketch_of
 from coterie.randomness import Rng
 from coterie.settings import setting
 
 AUTO = "auto"
-_WIDEST, _NARROWEST = 1024, 32  # numbers per class and half in a signature
 _MOST_CLUSTERS = 100
 _BETTER = 2.0  # gain, in standard errors, that makes a tried cut
 _FEWEST = 4  # members that must have tried it
 _ENOUGH = 16  # clients that must have signed before kinds are looked for, or all
 _AGAIN = 6  # rounds after the first signing in which clients sign again; then 18, 42, ...
 _OWN = 0.5  # own models with at least this share are finished at the end ...
-_FINISH, _LONGEST = 0.25, 20  # ... by this share of the run's work, or so many epochs
+_FINISH = 0.25  # ... by this share of the run's work
 _FEW = 10  # models: a center of fewer is served as a mean over rounds
-_HALF, _TINY = 6e4, 1e-30  # about the largest number of half precision
 _LARGE = 1e9  # in place of infinity, which JSON does not have
 _COMPARE = 4  # rounds between two comparisons of mixes
 _STRANGE, _SLACK = 4.0, 0.5  # a loss is strange if it is more than so many times the cluster's, plus this
@@ -134,64 +132,6 @@ def try_member(block: Block, models: Models, work: SGD, shares: Tensor, curve: T
     return Answer(**found, tried=as_told(losses).to(models.table.dtype))
 
 
-@client_step("coterie.coterie:sign_at")
-def sign_at(block: Block, models: None, work: SGD, coarse: Tensor, scales: Tensor, sign: Tensor) -> Answer:
-    """Sign at a coarse model."""
-    row = restored(coarse, scales, block.task.layout).unsqueeze(0)
-    refs = torch.zeros(len(block), dtype=torch.int64, device=row.device)
-    return Answer(**signed_halves(block, Models(row.to(block.initial), refs), bool(sign > 0)))
-
-
-def lengthened(work: SGD, rounds: float) -> SGD:
-    """The local work of so many rounds in one, at least one epoch or step, and not more than `_LONGEST` epochs."""
-    if work.steps is not None:
-        return replace(work, steps=max(1, round(rounds * work.steps)))
-    return replace(work, epochs=max(1, min(_LONGEST, round(rounds * work.epochs))))
-
-
-def coarsened(model: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """A model [P] with eight bits per number, and the scale of each of its tensors."""
-    scales = torch.stack([model[slot.start : slot.stop].abs().max() for slot in layout.slots]) / 127
-    steps = torch.repeat_interleave(scales, torch.tensor([slot.size for slot in layout.slots], device=model.device))
-    return (model / steps.clamp_min(_TINY)).round().to(torch.int8), scales
-
-
-def restored(coarse: Tensor, scales: Tensor, layout: Layout) -> Tensor:
-    """The model [P] that `coarsened` wrote, up to its steps."""
-    sizes = torch.tensor([slot.size for slot in layout.slots], device=scales.device)
-    return coarse * torch.repeat_interleave(scales, sizes)
-
-
-def signed_halves(block: Block, models: Models, by_class: bool) -> dict[str, Tensor]:
-    """A signature [c, L, D], the difference of its halves, and sample counts [c, L]."""
-    table = models.table
-    classes, width = signature_shape(block.task, by_class)
-    sketch = sketch_of(block.task.layout.num_parameters, width, Rng.seed(0).at("signature"), table.device)
-    rows = torch.zeros(len(block), classes, width, dtype=table.dtype, device=table.device)
-    contrasts = torch.zeros_like(rows)
-    counts = torch.zeros(len(block), classes, dtype=torch.int64, device=table.device)
-    for label, holders, gradients, samples in block.class_gradients(models, parts=2, by_class=by_class):
-        halves = [sketch(gradients[:, part]) for part in range(2)]
-        total = samples.sum(1)
-        share = (samples / total.unsqueeze(1)).to(rows)
-        rows[holders, label] = share[:, :1] * halves[0] + share[:, 1:] * halves[1]
-        contrasts[holders, label] = (halves[0] - halves[1]) * (samples[:, 1:] > 0)
-        counts[holders, label] = total
-    return {"signature": _short(rows), "contrast": _short(contrasts), "counts": counts}
-
-
-def _short(rows: Tensor) -> Tensor:
-    """Half precision is enough for what is mostly noise; gradients that are too large for it are cut off."""
-    return rows.clamp(-_HALF, _HALF).half()
-
-
-def signature_shape(task: Task, by_class: bool) -> tuple[int, int]:
-    """The number of rows of a signature and their width. Both halves together are about an eighth of a model."""
-    classes = max(1, task.num_classes) if by_class else 1
-    size = task.layout.num_parameters
-    return classes, min(size, max(_NARROWEST, min(_WIDEST, size // (8 * classes))))
-
-
 # ---- the server's half ----
 
 
@@ -242,7 +182,7 @@ class Coterie(SignedMethod[CoterieState]):
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> CoterieState:
         """One center: the common model."""
-        classes, width = signature_shape(task, self.signs_classes(engine))
+        classes, width = halves_shape(task, self.signs_classes(engine))
         zeros = torch.zeros(engine.num_clients, classes, width, dtype=engine.dtype, device=engine.device)
         return self.first_state(
             engine,

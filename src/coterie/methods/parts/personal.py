@@ -11,6 +11,8 @@ count as well, as much as those of `PRIOR_SAMPLES` samples of its own.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,8 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # a
 SHIFTS = (0.0, 0.5, 1.0)  # t
 NUM_MIXES = len(SHARES) * len(SHIFTS)
 PRIOR_SAMPLES = 20.0
-_LIGHTEST, _HEAVIEST = 0.5, 10.0  # weights, in samples, of a cluster's label proportions beside a client's own
+_LIGHTEST, _HEAVIEST = 0.5, 10.0  # a cluster's label proportions weigh from 0.5 to 9.5 samples beside a client's own
+_LONGEST = 20  # epochs of finishing an own model
 _ROUNDING, _TINY = 1e-5, 1e-8
 _CLEAR = 2.0  # log likelihood of all held-out samples that a finished model must gain
 _MIX = "mix"
@@ -125,6 +128,13 @@ def choose_mix(block: Block, losses: Tensor, samples: Tensor, curve: Tensor) -> 
     # Of mixes that differ by rounding only, the first: the one that changes the center least.
     block.memory.put(_MIX, (total <= least + _ROUNDING * (1 + least)).to(torch.int8).argmax(1))
     return least[:, 0]
+
+
+def lengthened(work: SGD, rounds: float) -> SGD:
+    """The work of several rounds in one: at least one epoch or step, at most `_LONGEST` epochs."""
+    if work.steps is not None:
+        return replace(work, steps=max(1, round(rounds * work.steps)))
+    return replace(work, epochs=max(1, min(_LONGEST, round(rounds * work.epochs))))
 
 
 def finish_own(block: Block, center: Models, trained: Tensor, work: SGD, shares: Tensor, curve: Tensor) -> None:
