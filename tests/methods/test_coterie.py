@@ -124,7 +124,7 @@ def test_rounds_in_which_clients_sign():
 
 @pytest.mark.parametrize(
     ("clusters", "doubt", "clear", "signs"),
-    [(2, 4.9, 10, False), (2, 5.0, 10, True), (3, 0.0, 10, False), (1, 0.0, 10, True), (2, 4.9, 9.8, True)],
+    [(2, 7.4, 10, False), (2, 7.5, 10, True), (3, 0.0, 10, False), (1, 0.0, 10, True), (2, 7.4, 9.8, True)],
 )
 def test_a_second_look_is_skipped_where_the_first_found_kinds_and_left_no_doubt(clusters, doubt, clear, signs):
     """The third is not: clients may have changed, and the centers have learnt more."""
@@ -757,9 +757,9 @@ def with_a_third_kind(small):
     return engine
 
 
-@pytest.mark.parametrize(("small", "looks"), [(0.0, [2, 20]), (1.6, [2, 8, 20])])
+@pytest.mark.parametrize(("small", "looks"), [(0.0, [2, 20]), (2.4, [2, 8, 20])])
 def test_a_difference_that_is_almost_clear_is_looked_at_again(small, looks, monkeypatch):
-    """Doubt is z of the last pair that was merged within a kind; from half of what is clear, there is a second look."""
+    """Doubt is z of the last pair that was merged within a kind; from three quarters of what is clear, there is a second look."""
     seen, signed_in = [], []
 
     def spy(*asked):
@@ -781,7 +781,7 @@ def test_a_difference_that_is_almost_clear_is_looked_at_again(small, looks, monk
     whole, *parts = seen  # all clients, and then each of the two kinds by itself
     assert [len(part.labels) for part in parts] == [10, 10]
     assert states[-1].doubt == max(part.last for part in parts)
-    assert (states[-1].doubt >= method.clear / 2) == (8 in looks)
+    assert (states[-1].doubt >= 0.75 * method.clear) == (8 in looks)
     assert whole.last < method.clear
     driven(method, engine, 18, states[-1], first=3)
     assert sorted(set(signed_in)) == looks
@@ -909,24 +909,23 @@ def test_a_trial_survives_a_restart(tmp_path):
     """Stopped after the round in which a cut was proposed: the rest is as if nothing had happened."""
     method = Coterie(warmup=1)
     whole = finished(setup(method, doubtful(), rounds=10))
-    assert whats(whole.state)[:4] == [(2, "proposed"), (3, "refused"), (8, "proposed"), (9, "cut")]
-    for stop in (2, 8):
-        folder = RunFolder.create(tmp_path, f"run-{stop}", "", {"run": {}})
-        half = trainer_of(setup(method, doubtful(), rounds=10, checkpoint_every=0.0), folder)
-        half._start()
-        for number in range(1, stop + 1):
-            half._round(number)
-        assert half.state.proposals
-        half._save()
-        rest = trainer_of(setup(method, doubtful(), rounds=10), folder)
-        checkpoint, problems = folder.load_checkpoint()
-        assert checkpoint is not None
-        assert not problems
-        rest.restore(checkpoint)
-        assert rest.state.proposals == half.state.proposals
-        rest.run()
-        folder.unlock()
-        assert_same(outcome(whole), outcome(rest))
+    assert whats(whole.state)[:2] == [(2, "proposed"), (3, "cut")]
+    folder = RunFolder.create(tmp_path, "run", "", {"run": {}})
+    half = trainer_of(setup(method, doubtful(), rounds=10, checkpoint_every=0.0), folder)
+    half._start()
+    for number in (1, 2):
+        half._round(number)
+    assert half.state.proposals
+    half._save()
+    rest = trainer_of(setup(method, doubtful(), rounds=10), folder)
+    checkpoint, problems = folder.load_checkpoint()
+    assert checkpoint is not None
+    assert not problems
+    rest.restore(checkpoint)
+    assert rest.state.proposals == half.state.proposals
+    rest.run()
+    folder.unlock()
+    assert_same(outcome(whole), outcome(rest))
 
 
 # ---- what is served ----
@@ -958,8 +957,11 @@ def test_clients_keep_the_model_that_they_trained_last():
         run._round(number)
     last = [call for call in calls if call[2] == "train_member"][-1]
     assert last[0] == 5
+    bias = run.engine.task.output_bias
     for chunk in last[5]:
-        assert torch.equal(own_models(run)[chunk.clients], chunk.answer.params)
+        own, sent = own_models(run)[chunk.clients], chunk.answer.params
+        assert torch.equal(own[:, : bias.start], sent[:, : bias.start])
+        assert not torch.equal(own[:, bias], sent[:, bias])  # what is sent has the cluster's label proportions
 
 
 def test_own_models_are_finished_in_the_last_round(monkeypatch):

@@ -249,7 +249,14 @@ class Block:
 
     def label_counts(self) -> Tensor:
         """Number of training samples of each class: int64 [c, L]."""
-        return torch.stack([torch.bincount(y, minlength=self.task.num_classes) for _, y in self.shards()])
+        ready = self._data.rendered()
+        if ready is None:
+            return torch.stack([torch.bincount(y, minlength=self.task.num_classes) for _, y in self.shards()])
+        split, sizes = self._split("train"), self._sizes("train")
+        where = _runs(split.offsets[split.shard[self.clients]], sizes).to(self._data.device)
+        owner = torch.arange(len(self)).repeat_interleave(sizes).to(self._data.device)
+        places = owner * self.task.num_classes + ready[1][where]
+        return torch.bincount(places, minlength=len(self) * self.task.num_classes).reshape(len(self), -1)
 
     def shards(self, split: SplitName = "train") -> Iterator[tuple[Tensor, Tensor]]:
         """The samples of one client after the other, as it sees them: inputs [n, ...] and labels [n]."""

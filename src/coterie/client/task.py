@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,22 @@ class Task:
     draw: Callable[[Rng], Tensor]  # other initial weights of the same network, [P]
     make: ModelMaker | None = None  # builds the network; required where clients are other processes
     seed: int = 0  # of `initial`
+
+    @functools.cached_property
+    def output_bias(self) -> slice | None:
+        """The slice of the parameters that are added to the outputs; None if the network has no such bias."""
+        last = self.layout.parameters[-1]
+        if self.num_classes < 1 or len(last.shape) != 1 or last.size < self.num_classes:
+            return None
+        dtype = self.initial.dtype
+        network = Network(self.module, dtype, torch.device("cpu"))
+        x = torch.zeros(2, *self.input_shape, dtype=dtype)
+        more = torch.arange(1.0, last.size + 1, dtype=dtype)
+        raised = self.initial.index_add(0, torch.arange(last.start, last.stop), more)
+        with torch.no_grad():
+            apart = network(self.layout.unpack(raised), x) - network(self.layout.unpack(self.initial), x)
+        is_bias = apart.shape == (2, last.size) and torch.allclose(apart, more.expand_as(apart), rtol=1e-3)
+        return slice(last.start, last.stop) if is_bias else None
 
     @classmethod
     def made(

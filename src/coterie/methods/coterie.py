@@ -58,6 +58,7 @@ from coterie.methods.parts.personal import (
     lengthened,
     mixes,
     served,
+    train_balanced,
 )
 from coterie.methods.parts.signatures import Signatures
 from coterie.methods.parts.start import by_signature, chosen_by_loss, find_clusters, signatures_tell
@@ -66,10 +67,11 @@ from coterie.settings import setting
 
 AUTO = "auto"
 _MOST_CLUSTERS = 100
-_BETTER = 2.0  # gain, in standard errors, that makes a tried cut
+_BETTER = 1.0  # gain, in standard errors, that makes a tried cut
 _FEWEST = 4  # members that must have tried it
 _ENOUGH = 16  # clients that must have signed before kinds are looked for, or all
 _AGAIN = 6  # rounds after the first signing in which clients sign again; then 18, 42, ...
+_DOUBT = 0.75  # of `clear`: with less, the first look left no doubt; by chance z reaches half of it
 _OWN = 0.5  # own models with at least this share are finished at the end ...
 _FINISH = 0.25  # ... by this share of the run's work
 _FEW = 10  # models: a center of fewer is served as a mean over rounds
@@ -107,10 +109,13 @@ def train_member(
             found["alarm"] = has_risen(block, losses[:, 0]) | is_strange(losses[:, 0], curve[:, 0])
     else:
         found |= watched(block, models, watch)
-    trained = block.train(models, work)
-    block.memory.put(OWN_MODEL, trained)
+    if shares is None:
+        trained = own = block.train(models, work)
+    else:
+        trained, own = train_balanced(block, models, work, shares)
+    block.memory.put(OWN_MODEL, own)
     if finish is not None and shares is not None and curve is not None:
-        finish_own(block, models, trained, lengthened(work, float(finish)), shares, curve)
+        finish_own(block, models, own, lengthened(work, float(finish)), shares, curve)
     if sign is not None:  # at the same coarse model as clients that sign later
         layout = block.task.layout
         table = torch.stack([restored(*coarsened(row, layout), layout) for row in models.table])
@@ -276,7 +281,7 @@ class Coterie(SignedMethod[CoterieState]):
             since and engine.round + REST > (engine.task.work.total_rounds or engine.round + REST)
         ):
             return False  # at the end there is no time left for new clusters
-        if since == _AGAIN and state.num_clusters > 1 and state.doubt < self.clear / 2:
+        if since == _AGAIN and state.num_clusters > 1 and state.doubt < _DOUBT * self.clear:
             return False  # the first look found kinds and left no doubt; the next one is later
         return since % _AGAIN == 0 and (since // _AGAIN + 1).bit_count() == 1
 
@@ -292,7 +297,9 @@ class Coterie(SignedMethod[CoterieState]):
         finishing = self._finishing(state, engine)[state.labels[others]]
         for group, more in ((others[~finishing], {}), (others[finishing], {"finish": self._rounds_to_finish(engine)})):
             labels = state.labels[group]
-            each = _told(state, labels) if self._mixes_now(engine) else {}
+            each = _told(state, labels)
+            if not self._mixes_now(engine):
+                del each["curve"]
             if len(group):
                 yield from engine.call(
                     train_member,

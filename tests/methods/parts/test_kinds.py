@@ -9,7 +9,7 @@ import torch
 from sklearn.metrics import adjusted_rand_score
 
 from coterie.methods.parts import kinds
-from coterie.methods.parts.kinds import Halves, Kinds, Limits, Noise, evidence, find_kinds
+from coterie.methods.parts.kinds import Halves, Kinds, Limits, Noise, Pairs, find_kinds
 from coterie.randomness import Rng, name_keys
 
 FIRST, SECOND = torch.tensor([0]), torch.tensor([1])
@@ -49,6 +49,10 @@ def made(members, classes=5, width=24, held=3, noise=0.5, seed=0, most=60):
     parts = torch.stack([(counts + 1) // 2, counts // 2], dim=2)
     found = drawn((shared + of_kind[true]), parts, noise * torch.ones(width), rng.at("noise"))
     return found, true
+
+
+def evidence(found, noise, one, other):
+    return Pairs.of(found).evidence(noise, one, other)
 
 
 def kinds_of(found, limits=None, keys=None, noise=None):
@@ -243,6 +247,18 @@ def test_a_difference_that_is_clear_but_not_worth_a_model():
     assert answer.z > kinds.CLEAR
     assert kinds_of(found, Limits(worth=2 * answer.q)).count == 1
     assert kinds_of(found, Limits(clear=2 * answer.z, worth=0.0)).count == 1
+
+
+def test_merging_products_is_averaging_the_halves():
+    found, _ = made([3, 3])
+    pairs = Pairs.of(found)
+    pairs.merge(4, 1)
+    pairs.merge(4, 0)
+    expected = Pairs.of(found.grouped(torch.tensor([1, 1, 0, 2, 1, 3]), 4))
+    there = torch.tensor([2, 4, 3, 5])
+    torch.testing.assert_close(pairs.cross[there.unsqueeze(1), there], expected.cross)
+    torch.testing.assert_close(pairs.counts[there], expected.counts)
+    assert not torch.equal(found.counts[4], pairs.counts[4])  # the signatures themselves stay
 
 
 def test_the_evidence_is_that_of_the_least_clear_difference():

@@ -30,6 +30,7 @@ from coterie.methods.parts.personal import (
     label_shift,
     mixes,
     served,
+    train_balanced,
 )
 from coterie.randomness import Rng
 from tests.helpers import ragged_federation, setup_of
@@ -498,3 +499,48 @@ def test_a_model_of_weight_zero_has_no_say():
     assert torch.equal(mixed_outputs(outputs, weights, num_classes=0), outputs[0])
     broken = Mixture(Models(torch.zeros(2, 1), torch.tensor([[0, 1]])), weights.T).mixed(outputs, torch.tensor([0]), 2)
     assert bool(broken.isfinite().all())
+
+
+# ---- balanced training ----
+
+
+def test_balanced_training_is_training_with_shifted_outputs():
+    block = block_of(uneven(), torch.arange(4))
+    shares = torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64).expand(4, 3)
+    start, work = models_of(block), SGD(lr=0.1, epochs=1, batch_size="full")
+    centers, own = train_balanced(block, sent(start), work, shares)
+    shift = label_shift(block, shares)
+    assert bool((shift.abs() > 0.1).any())
+    for i, (x, y) in enumerate(block.shards()):
+        params = start[i].clone().requires_grad_()
+        named = dict(zip(dict(module().named_parameters()), block.task.layout.unpack(params).values(), strict=True))
+        loss = nn.functional.cross_entropy(torch.func.functional_call(module(), named, (x,)) + shift[i], y)
+        (gradient,) = torch.autograd.grad(loss, params)
+        torch.testing.assert_close(centers[i], start[i] - 0.1 * gradient)
+        torch.testing.assert_close(outputs_by_hand(own[i], x), outputs_by_hand(centers[i], x) + shift[i])
+
+
+def test_clients_with_the_usual_proportions_train_as_always():
+    block = block_of(uneven(), torch.arange(4))
+    start, work = models_of(block), SGD(lr=0.1, epochs=2, batch_size=4)
+    centers, own = train_balanced(block, sent(start), work, torch.zeros(4, 3, dtype=torch.float64))
+    assert own is centers
+    assert torch.equal(centers, block.train(start, work))
+
+
+def test_a_bias_after_a_norm_is_one_of_the_outputs():
+    network = lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.LayerNorm(3))  # noqa: E731
+    task = block_of(uneven(), torch.arange(4), model=network, model_settings={}).task
+    assert task.output_bias == slice(task.layout.num_parameters - 3, task.layout.num_parameters)
+
+
+@pytest.mark.parametrize("last", [nn.Linear(6, 3, bias=False), nn.Sequential(nn.Linear(6, 3), nn.Tanh())])
+def test_a_network_without_a_bias_of_its_outputs_trains_as_always(last):
+    network = lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.ReLU(), last)  # noqa: E731
+    block = block_of(uneven(), torch.arange(4), model=network, model_settings={})
+    assert block.task.output_bias is None
+    start, work = models_of(block), SGD(lr=0.1, epochs=1, batch_size=4)
+    shares = torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64).expand(4, 3)
+    centers, own = train_balanced(block, sent(start), work, shares)
+    assert torch.equal(centers, block.train(start, work))
+    assert own is centers

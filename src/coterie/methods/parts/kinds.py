@@ -97,25 +97,45 @@ class Noise:
         return cls(size, spread.where(holders > 1, size.square()))
 
 
-def evidence(found: Halves, noise: Noise, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """z and q of groups `one` [a] against groups `other` [b]: [a, b] each."""
-    left, right = found.at(one), found.at(other)
+@dataclass(frozen=True)
+class Pairs:
+    """The products of the halves of n clients, or of n groups of them: all that z and q need."""
 
-    def products(rows: Tensor, more: Tensor) -> Tensor:
-        return torch.einsum("ald,bld->abl", rows, more)
+    cross: Tensor  # [n, n, L] <A_a, B_b>
+    counts: Tensor  # [n, L, 2] samples in the halves
 
-    own = (found.first * found.second).sum(2)  # [n, L]
-    cross = products(left.first, right.second) + products(right.first, left.second).transpose(0, 1)
-    apart = own[one].unsqueeze(1) + own[other].unsqueeze(0) - cross  # [a, b, L]
-    shared = ((left.counts > 0).all(2).unsqueeze(1) & (right.counts > 0).all(2).unsqueeze(0)).to(apart)
-    few = (1 / left.counts.clamp_min(1)).unsqueeze(1) + (1 / right.counts.clamp_min(1)).unsqueeze(0)  # [a, b, L, 2]
-    deviation = (noise.spread * few[..., 0] * few[..., 1]).clamp_min(_TINY).sqrt()
-    classes = shared.sum(2)
-    z = (shared * apart / deviation).sum(2) / classes.clamp_min(1).sqrt()
-    samples = left.counts.sum(2).unsqueeze(1), right.counts.sum(2).unsqueeze(0)
-    both = samples[0] * samples[1] / (samples[0] + samples[1]).clamp_min(1)
-    q = (shared * apart * both / noise.size.clamp_min(_TINY)).sum(2) / classes.clamp_min(1)
-    return z.where(classes > 0, _NOTHING), q.where(classes > 0, 0.0)
+    @classmethod
+    def of(cls, found: Halves) -> Pairs:
+        """Those of each with each."""
+        return cls(
+            torch.einsum("ald,bld->abl", found.first.double(), found.second.double()),
+            found.counts.to(torch.float64, copy=True),
+        )
+
+    def evidence(self, noise: Noise, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """z and q of groups `one` [a] against groups `other` [b]: [a, b] each."""
+        own = self.cross.diagonal().T  # [n, L]
+        left, right = self.counts[one], self.counts[other]
+        cross = self.cross[one.unsqueeze(1), other] + self.cross[other.unsqueeze(1), one].transpose(0, 1)
+        apart = own[one].unsqueeze(1) + own[other].unsqueeze(0) - cross  # [a, b, L]
+        shared = ((left > 0).all(2).unsqueeze(1) & (right > 0).all(2).unsqueeze(0)).to(apart)
+        few = (1 / left.clamp_min(1)).unsqueeze(1) + (1 / right.clamp_min(1)).unsqueeze(0)  # [a, b, L, 2]
+        deviation = (noise.spread * few[..., 0] * few[..., 1]).clamp_min(_TINY).sqrt()
+        classes = shared.sum(2)
+        z = (shared * apart / deviation).sum(2) / classes.clamp_min(1).sqrt()
+        samples = left.sum(2).unsqueeze(1), right.sum(2).unsqueeze(0)
+        both = samples[0] * samples[1] / (samples[0] + samples[1]).clamp_min(1)
+        q = (shared * apart * both / noise.size.clamp_min(_TINY)).sum(2) / classes.clamp_min(1)
+        return z.where(classes > 0, _NOTHING), q.where(classes > 0, 0.0)
+
+    def merge(self, one: int, other: int) -> None:
+        """Make group `one` of both, in place; their products are means, weighted by samples."""
+        both = torch.tensor([one, other], device=self.cross.device)
+        weights = self.counts[both]  # [2, L, 2]
+        weights = weights / weights.sum(0).clamp_min(1)
+        self.cross[one] = (self.cross[both] * weights[:, None, :, 0]).sum(0)
+        self.cross[:, one] = (self.cross[:, both] * weights[..., 1]).sum(1)
+        self.counts[one] += self.counts[other]
 
 
 @dataclass(frozen=True)
@@ -176,7 +196,7 @@ def _between(found: Halves, labels: Tensor, noise: Noise) -> tuple[Tensor, Tenso
     """z and q of each pair of groups, [K, K]; inf on the diagonal."""
     count = int(labels.max()) + 1
     every = torch.arange(count, device=found.first.device)
-    z, q = evidence(found.grouped(labels, count), noise, every, every)
+    z, q = Pairs.of(found.grouped(labels, count)).evidence(noise, every, every)
     return z.fill_diagonal_(torch.inf), q.fill_diagonal_(torch.inf)
 
 
@@ -185,8 +205,8 @@ def _merged(found: Halves, noise: Noise, limits: Limits) -> tuple[Tensor, float]
     count, device = len(found), found.first.device
     most = count if limits.most is None else limits.most
     every = torch.arange(count, device=device)
-    z, q = (matrix.fill_diagonal_(torch.inf) for matrix in evidence(found, noise, every, every))
-    first, second, counts = found.first.clone(), found.second.clone(), found.counts.clone()
+    pairs = Pairs.of(found)
+    z, q = (matrix.fill_diagonal_(torch.inf) for matrix in pairs.evidence(noise, every, every))
     alive = torch.ones(count, dtype=torch.bool, device=device)
     labels = torch.arange(count)
     left, last = count, 0.0
@@ -197,15 +217,12 @@ def _merged(found: Halves, noise: Noise, limits: Limits) -> tuple[Tensor, float]
         if left <= most and bool(limits.differ(z[a, b], q[a, b])):
             break
         last = float(z[a, b])
-        for rows, part in ((first, 0), (second, 1)):
-            weights = counts[[a, b], :, part]
-            rows[a] = (rows[[a, b]] * weights.unsqueeze(2)).sum(0) / weights.sum(0).clamp_min(1).unsqueeze(1)
-        counts[a] += counts[b]
+        pairs.merge(a, b)
         labels[labels == b] = a
         alive[b] = False
         left -= 1
         here = alive.nonzero().flatten()
-        renewed = evidence(Halves(first, second, counts), noise, torch.tensor([a], device=device), here)
+        renewed = pairs.evidence(noise, every[a : a + 1], here)
         for matrix, row in zip((z, q), renewed, strict=True):
             matrix[b], matrix[:, b] = torch.inf, torch.inf
             matrix[a, here], matrix[here, a] = row[0], row[0]

@@ -4,9 +4,10 @@ A client keeps the model that it trained last. The served model predicts
 
     p(y | x) = (1 - a) softmax(center(x) + t b)_y + a softmax(own(x))_y,   b_y = log own share_y - log cluster's share_y
 
-where b replaces the cluster's label proportions by the client's own. The client compares a few pairs (a, t) by their
-losses on its held-out samples. A client with few of them would choose by chance, so the losses of its cluster's members
-count as well, as much as those of `PRIOR_SAMPLES` samples of its own.
+where b replaces the cluster's label proportions by the client's own. The center is trained for this: each client trains
+it with its b added to the outputs, so that its label proportions do not become the center's. The client compares a few
+pairs (a, t) by their losses on its held-out samples. A client with few of them would choose by chance, so the losses of
+its cluster's members count as well, as much as those of `PRIOR_SAMPLES` samples of its own.
 """
 
 from __future__ import annotations
@@ -68,6 +69,25 @@ def label_prior(counts: Tensor) -> Tensor:
     excess = ((counts[:, held] - expected).square() / expected).sum(1) / max(1, int(held.sum()) - 1) - 1  # [n]
     correlation = float(excess.sum() / (sizes - 1).sum().clamp_min(1))
     return usual * (1 / min(1.0, max(correlation, 1 / _HEAVIEST)) - 1 + _LIGHTEST)
+
+
+def train_balanced(block: Block, models: Models, work: SGD, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Train centers [c, P] as if each client had its cluster's label proportions; also the models as trained [c, P].
+
+    The shift b of the module is part of the output bias while a client trains, and then taken out again: a class that
+    the client does not hold is not unlearnt. A network without an output bias trains as always.
+    """
+    where, shift = block.task.output_bias, label_shift(block, shares)
+    if where is None or not bool(shift.any()):
+        trained = block.train(models, work)
+        return trained, trained
+    begun = models.rows()
+    shift = _wide(shift, begun[:, where])
+    begun[:, where] += shift
+    own = block.train(begun, work)
+    centers = own.clone()
+    centers[:, where] -= shift
+    return centers, own
 
 
 def with_own(block: Block, center: Models) -> Models:
