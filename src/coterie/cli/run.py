@@ -46,7 +46,6 @@ def run(
 
 def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Choice | None]:
     """The experiment; if its number of clusters is 'auto', the number is chosen first."""
-    from coterie.runs.choose_k import choose_k
     from coterie.runs.experiment import resolve
 
     if tables["algorithm"].get("num_clusters") != AUTO:
@@ -56,6 +55,8 @@ def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Choice | No
         return trial, None  # a note says that clusters are not used
     if type(trial.algorithm).num_clusters == AUTO:  # the method finds it in the run
         return resolve(tables).loaded(), None
+    from coterie.runs.choose_k import choose_k
+
     say(f"choosing the number of clusters of {trial.dataset}", hidden)
     choice = choose_k(trial, last=None)
     experiment = resolve(merge(tables, {"algorithm": {"num_clusters": choice.recommended}}))

@@ -28,7 +28,7 @@ from coterie.client.stack import Kernel, Plan
 from coterie.client.work import SGD
 from coterie.engines.in_process import InProcessEngine
 from coterie.engines.kernels.graphs import BesideKernel, GraphPlan
-from coterie.engines.kernels.layers import Convolutions, LayerKernel
+from coterie.engines.kernels.layers import Convolutions, LayerKernel, plain_network
 from coterie.engines.kernels.native import NativeKernel, NativePlan, NotNative
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.engines.kernels.stacked import StackedKernel
@@ -176,6 +176,8 @@ class VectorizedEngine(InProcessEngine):
         """Why vmap cannot be used; tested in float64 on the CPU, where only an error makes a difference."""
         if not self.network.keyed:
             return "it draws its own random numbers"
+        if plain_network(self.network, self.task.loss) is not None:
+            return None  # layers that vmap is known to support; trying it imports torch's compiler, a second or more
         network = Network(self.task.module, torch.float64, torch.device("cpu"))
         return self._differs(network, StackedKernel(network, self.task.loss), 1e-6)
 
