@@ -111,15 +111,16 @@ def run_to_end(
 
 def show(path: RunArgument, json_: JsonFlag = False) -> None:
     """Show the result of a run, or its progress."""
-    from coterie.runs.folder import RunFolder
-    from coterie.runs.reading import read_run
+    from coterie.runs.files import Files
 
-    folder = RunFolder.open(path)
-    summary = folder.summary()
+    files = Files(path)
+    settings, summary = files.config()["run"], files.summary()
     if summary is not None:
         _print_summary(summary, json_)
         return
-    rows, settings = folder.rows(), folder.config()["run"]
+    from coterie.runs.reading import read_run
+
+    rows = files.rows()
     run = read_run(path, whole=False)
     if json_:
         last = rows[-1] if rows else None

@@ -22,15 +22,17 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from coterie.errors import ConfigError, UnknownName
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+if TYPE_CHECKING:  # the terminal reads this list of metrics; numpy is imported when one is computed
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Ints = NDArray[np.int64]
+
 Function = TypeVar("Function", bound=Callable[..., float | None])
 Where = Literal["summary", "table", "terminal", "wide", "headline", "compare", "curves"]
 
@@ -163,7 +165,7 @@ def nested(values: Iterable[tuple[Metric, Any]]) -> dict[str, Any]:
 def of_scores(scores: Mapping[str, NDArray[Any]], labels: Ints | None = None) -> dict[str, Any]:
     """Inputs of metrics from an evaluation: the clients' scores [N] and labels [N]."""
     has = scores["samples"] > 0
-    known: dict[str, Any] = {**scores, "samples": scores["samples"].astype(np.int64), "clusters": labels}
+    known: dict[str, Any] = {**scores, "samples": scores["samples"].astype("int64"), "clusters": labels}
     return {name: known[name][has] if has.any() and known.get(name) is not None else None for name in _OF_SCORES}
 
 
@@ -208,7 +210,7 @@ def macro(values: Floats) -> float:
 
 def micro(values: Floats, samples: Ints) -> float:
     """The mean over clients, weighted by test samples."""
-    return float(np.average(values, weights=samples))
+    return float((values * samples).sum() / samples.sum())
 
 
 def _register_means(score: str, label: str, about: str, shown: tuple[Where, ...], **options: Any) -> None:
@@ -228,6 +230,8 @@ _register_means("accuracy", "accuracy", "mean over clients, own test samples", E
 )
 def best_rounds(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Mean micro accuracy of the five best rounds, as FedDSMIC reports it."""
+    import numpy as np
+
     seen = [row["accuracy"]["micro"] for row in rows if row.get("accuracy")]
     return float(np.sort(seen)[::-1][:BEST_ROUNDS].mean()) if seen else None
 
@@ -245,7 +249,7 @@ _fairness = partial(register_metric, format=PERCENT, line="fairness")
 )
 def bottom_clients(accuracy: Floats) -> float:
     """Mean accuracy of the five worst clients."""
-    return float(np.sort(accuracy)[:BOTTOM_CLIENTS].mean())
+    return _worst(accuracy, BOTTOM_CLIENTS)
 
 
 @_fairness(
@@ -253,7 +257,14 @@ def bottom_clients(accuracy: Floats) -> float:
 )
 def worst_tenth(accuracy: Floats) -> float:
     """Mean accuracy of the worst tenth of the clients."""
-    return float(np.sort(accuracy)[: max(1, round(0.1 * len(accuracy)))].mean())
+    return _worst(accuracy, max(1, round(0.1 * len(accuracy))))
+
+
+def _worst(values: Floats, count: int) -> float:
+    """The mean of the smallest values."""
+    import numpy as np
+
+    return float(np.sort(values)[:count].mean())
 
 
 _WIDE: tuple[Where, ...] = ("summary", "table", "wide", "headline", "compare", "curves")
@@ -271,6 +282,7 @@ _agreement = partial(register_metric, line="true groups", panel="churn")
 def ari(labels: Ints, groups: Ints) -> float:
     """Adjusted Rand index (Hubert and Arabie 1985).
 
+    >>> import numpy as np
     >>> ari(np.array([0, 0, 1, 1]), np.array([5, 5, 2, 2]))
     1.0
     """
@@ -287,6 +299,8 @@ def ari(labels: Ints, groups: Ints) -> float:
 @_agreement("nmi", "NMI", "normalized mutual information of clusters and true groups", word="NMI", shown=("summary",))
 def nmi(labels: Ints, groups: Ints) -> float:
     """Mutual information over the mean of both entropies."""
+    import numpy as np
+
     shares = _together(labels, groups) / len(labels)
     if shares.size == 1:
         return 1.0
@@ -307,6 +321,8 @@ def purity(labels: Ints, groups: Ints) -> float:
 
 def _together(labels: Ints, groups: Ints) -> Ints:
     """Number of clients of each true group in each cluster. Not scikit-learn's: importing it takes half a second."""
+    import numpy as np
+
     _, rows = np.unique(groups, return_inverse=True)
     _, columns = np.unique(labels, return_inverse=True)
     table: Ints = np.zeros((rows.max() + 1, columns.max() + 1), dtype=np.int64)
@@ -335,9 +351,12 @@ def churn(before: Ints, after: Ints) -> float:
 def quantiles(scores: Mapping[str, NDArray[Any]]) -> dict[str, list[float]]:
     """Quantiles of each score over the clients: 0.1, 0.25, 0.5, 0.75 and 0.9.
 
+    >>> import numpy as np
     >>> quantiles({"samples": np.ones(5), "accuracy": np.array([0.0, 0.25, 0.5, 0.75, 1.0])})
     {'accuracy': [0.1, 0.25, 0.5, 0.75, 0.9]}
     """
+    import numpy as np
+
     has = scores["samples"] > 0
     names = [name for name in SCORES if name in scores and has.any()]
     return {name: np.quantile(scores[name][has], QUANTILES).tolist() for name in names}
@@ -345,5 +364,7 @@ def quantiles(scores: Mapping[str, NDArray[Any]]) -> dict[str, list[float]]:
 
 def cluster_sizes(labels: Ints, num_clusters: int) -> list[int]:
     """Number of members of each cluster, empty clusters included."""
+    import numpy as np
+
     sizes: list[int] = np.bincount(labels[labels >= 0], minlength=num_clusters).tolist()
     return sizes
