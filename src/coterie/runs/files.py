@@ -115,7 +115,7 @@ class Files:
             holder = self.read_json(".lock")
             host, pid, born = str(holder["host"]), int(holder["pid"]), holder["born"]
             if host == socket.gethostname():
-                return bool(born is not None and born == born(pid))
+                return bool(born is not None and born == birth_of(pid))
             return time.time() - max(p.stat().st_mtime for p in self.path.iterdir()) < _SILENT
         except (OSError, ValueError, KeyError, TypeError, RunError):
             return False
@@ -140,7 +140,7 @@ def reason(error: BaseException) -> str:
     return (text.splitlines() or [type(error).__name__])[0][:200].rstrip(".")
 
 
-def born(pid: int) -> str | None:
+def birth_of(pid: int) -> str | None:
     """When a process started, which tells it from a later one with the same number; None: it is gone."""
     stat = Path(f"/proc/{pid}/stat")
     try:

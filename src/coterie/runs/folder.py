@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.errors import CheckpointError, RunError, StorageError
-from coterie.runs.files import SCHEMA, Files, born, reason
+from coterie.runs.files import SCHEMA, Files, birth_of, reason
 
 _KEPT = 2  # checkpoints
 _PARTS = ("tensors.safetensors", "state.json")  # of a checkpoint
@@ -108,7 +108,7 @@ class RunFolder(Files):
         # Readers see here who holds it. If they tried the lock, a run that is just starting could fail.
         with contextlib.suppress(OSError):
             handle.truncate(0)
-            handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "born": born(os.getpid())}))
+            handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "born": birth_of(os.getpid())}))
             handle.flush()
         self._lock = handle
 

@@ -22,7 +22,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from coterie.errors import ConfigError, UnknownName
 
@@ -30,9 +30,8 @@ if TYPE_CHECKING:  # the terminal reads this list of metrics; numpy is imported 
     import numpy as np
     from numpy.typing import NDArray
 
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
-
+Floats: TypeAlias = "NDArray[np.float64]"
+Ints: TypeAlias = "NDArray[np.int64]"
 Function = TypeVar("Function", bound=Callable[..., float | None])
 Where = Literal["summary", "table", "terminal", "wide", "headline", "compare", "curves"]
 
