@@ -34,7 +34,7 @@ def main() -> None:
 def measured(jobs: int, options: argparse.Namespace) -> dict[str, float]:
     """One comparison, watched while it runs."""
     command = [sys.executable, "-m", "coterie", "compare", "-d", options.dataset, "--rounds", str(options.rounds)]
-    command += ["--clients", "20", "--epochs", "1", "--seeds", "2", "--jobs", str(jobs), "--json"]
+    command += ["--clients", "20", "--model", "mclr", "--steps", "5", "--seeds", "2", "--jobs", str(jobs), "--json"]
     command += [part for method in options.methods for part in ("-a", method)]
     command += [] if options.data_dir is None else ["--data-dir", str(Path(options.data_dir).resolve())]
     best = {"total_mb": 0.0}
