@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: help setup demo pictures test test-slow test-browser test-flower test-gpu golden bench bench-check bench-peers check format clean
+.PHONY: help setup demo pictures test test-slow test-browser test-flower test-gpu index golden bench bench-check bench-peers check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -56,6 +56,9 @@ test-flower: $(READY)  ## run real Flower processes on loopback (installs Flower
 
 test-gpu: $(READY)  ## run the tests that require a GPU (skipped without one)
 	$(BIN)/python -m pytest -q -m 'gpu'
+
+index: $(READY)  ## rewrite the index of `coterie list`, after a method, dataset or model has changed
+	$(BIN)/python -m coterie.cli.index
 
 golden: $(READY)  ## rewrite the golden results, after an intended change of results
 	$(BIN)/python -m tests.golden.record

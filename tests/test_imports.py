@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,18 +99,31 @@ def test_there_is_no_cycle():
         visit(name, ())
 
 
+@pytest.mark.parametrize(("given", "used"), [(None, "passive"), ("active", "active")])
+def test_idle_threads_of_torch_sleep_unless_the_user_wants_it_otherwise(given: str | None, used: str):
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
+    code = """
+import os, sys, coterie.cli.main
+assert "torch" not in sys.modules  # OpenMP reads the variable when torch is imported
+print(os.environ["OMP_WAIT_POLICY"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{used}\n"
+
+
 OPTIONAL = ("pandas", "matplotlib", "starlette", "uvicorn", "tensorboard", "mlflow", "selenium", "flwr", "PIL")
 
 CODE = f"""
 import sys
+from importlib.machinery import PathFinder
 sys.argv = ["coterie"]
+find = PathFinder.find_spec
 
-class Missing:  # as if none of them were installed
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {OPTIONAL!r}:
-            raise ModuleNotFoundError(name)
+def found(name, path=None, target=None):  # as if none of them were installed
+    return None if name.partition(".")[0] in {OPTIONAL!r} else find(name, path, target)
 
-sys.meta_path.insert(0, Missing())
+PathFinder.find_spec = found
 from coterie.cli.main import main
 try:
     main(["run", "--rounds", "1", "--clients", "4", "--epochs", "1", "--name", "a", "--quiet", "--json"])

@@ -7,16 +7,22 @@ The path of the data, which the layout shows:
                            shards)       clients)    round)
 
 Names are imported when they are first used, so that `coterie --help` does not wait for torch.
+
+Threads of torch that have nothing to do sleep (OMP_WAIT_POLICY=passive, unless it is set). By default they spin, which
+takes minutes instead of seconds on a busy machine. OpenMP reads this when torch is imported: import coterie before it.
 """
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from coterie.version import VERSION
 
 __version__ = VERSION
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if TYPE_CHECKING:
     from coterie.api import Result as Result

@@ -16,8 +16,9 @@ import coterie
 from coterie.cli import main as cli
 from coterie.errors import ConfigError, Interrupted
 from coterie.methods.base import algorithms
+from tests.views.report.made import make_run
 
-from .conftest import Command
+from .conftest import TINY, Command
 
 VERBS = ("run", "resume", "show", "compare", "list")
 
@@ -115,23 +116,44 @@ def test_errors_of_the_program_itself_are_not_hidden(monkeypatch: pytest.MonkeyP
 
 # ---- help is instant ----
 
-WITHOUT_TORCH = [["--help"], ["--version"], ["run", "--help"], ["compare", "--help"], ["data", "show", "--help"]]
-WITHOUT_TORCH += [["run", "--roundz", "3"], ["run", "--rounds", "x"], ["rnu"], []]
+NOTHING = [["--version"], ["--help"], ["run", "--help"], ["compare", "--help"], ["data", "show", "--help"], []]
+SENTENCE = [["run", "--roundz", "3"], ["run", "--rounds", "x"], ["rnu"], ["list", "algorithm"], ["show", "nowhere"]]
+TABLE = [["list", "algorithms"], ["list", "settings"], ["list", "metrics"], ["show", "done"]]
+ARRAYS = [["show", "live"], ["list", "runs", "."]]
 ASK = """
 import sys
 from coterie.cli.main import main
-for arguments in {commands!r}:
-    try:
-        main(arguments)
-    except SystemExit:
-        pass
-    assert not {{"torch", "sklearn", "scipy"}} & set(sys.modules), arguments
+for slow, commands in {groups!r}:
+    for arguments in commands:
+        try:
+            main(arguments)
+        except SystemExit:
+            pass
+        assert not set(slow) & set(sys.modules), (arguments, set(slow) & set(sys.modules))
 """
 
 
-def test_help_and_wrong_flags_import_no_torch():
-    code = ASK.format(commands=WITHOUT_TORCH)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def test_what_trains_nothing_imports_no_torch(command: Command, tmp_path: Path):
+    assert command("run", "-a", "fedavg", *TINY, "--out", ".", "--name", "done", "--quiet").code == 0
+    make_run(tmp_path, "live", rounds=2, finished=False)
+    slow = ["torch", "sklearn", "scipy"]
+    groups = [([*slow, "numpy", "rich"], NOTHING), ([*slow, "numpy"], SENTENCE + TABLE), (slow, ARRAYS)]
+    code = ASK.format(groups=groups)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_imports_neither_the_compiler_of_torch_nor_scikit_learn(tmp_path: Path):
+    code = """
+import sys
+from coterie.cli.main import main
+try:
+    main(["run", "-a", "fedavg", "--clients", "4", "--rounds", "1", "--set", "engine.plan=layers", "--quiet"])
+except SystemExit as done:
+    assert not done.code
+assert not {"torch._dynamo", "sklearn", "scipy"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

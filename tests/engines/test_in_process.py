@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from coterie.client.batches import StepCounts
 from coterie.client.steps import Answer, client_step, train
+from coterie.client.work import SGD
 from coterie.engines import make_engine
 from coterie.engines.base import available_memory, resolve_device
 from coterie.errors import ConfigError, EngineError, UnknownName
@@ -168,3 +170,17 @@ def test_bad_settings():
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="torch sees no GPU here; use --device cpu"):
             resolve_device("cuda")
+
+
+@pytest.mark.parametrize(("batch", "expected"), [(20, 1), (1_000_000, 2)])
+def test_one_thread_trains_a_small_network_alone(batch, expected):
+    torch.set_num_threads(2)
+    try:
+        work, seen = SGD(batch_size=batch), []
+        setup = setup_of(FedAvg(), engine="loop", work=work)
+        engine = make_engine("loop", setup.task(), setup.federation(), "cpu", {})
+        engine.plan.each(lambda which: seen.append(torch.get_num_threads()), StepCounts(torch.tensor([5]), work))
+        assert seen == [expected]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)

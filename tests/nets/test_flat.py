@@ -486,6 +486,25 @@ def test_activation_size_leaves_no_hooks_behind():
     assert [network.activation_size(torch.zeros(1, 4).double()) for _ in range(3)] == [7, 7, 7]
 
 
+def test_multiplications_are_those_of_weights():
+    network = double(nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    assert network.multiplications(torch.zeros(7, 1, 2, 2).double()) == 4 * 3 + 3 * 2
+    convolution = double(nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5)))
+    assert convolution.multiplications(torch.zeros(1, 2, 6, 6).double()) == 4 * 4 * 5 * 2 * 3 * 3
+
+
+def test_multiplications_of_unknown_layers_are_unknown():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(4, 2))
+
+        def forward(self, x):
+            return x @ self.table
+
+    assert double(nn.Sequential(Own())).multiplications(torch.zeros(1, 4).double()) is None
+
+
 # ---- state_dict ----
 
 

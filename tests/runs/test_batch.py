@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from coterie.errors import Interrupted, RunError
 from coterie.runs import batch
@@ -97,6 +100,78 @@ def net(shape, outputs):
     assert found["bad fedavg seed 0"].problem == "its process ended with code 7."
     assert found["good fedavg seed 0"].summary
     assert found["good local seed 0"].summary
+
+
+TELLS = """
+import os
+from pathlib import Path
+from torch import nn
+def net(shape, outputs):
+    maps = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    own = [os.path.basename(name) for name in maps if "/samples-" in name]
+    Path(f"told-{os.getpid()}").write_text(f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {' '.join(sorted(set(own)))}")
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, outputs))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processes_are_used_again_share_the_samples_and_take_gpus_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "tells.py").write_text(TELLS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7, GPU-5,GPU-9")
+    cases = cases_of(["fedavg", "local", "fesem"], [0, 1], "run.model=tells:net")
+    loader = Loader()
+    check_cases(cases, loader)
+    (tmp_path / f"told-{os.getpid()}").unlink()
+    assert all(outcome.summary for outcome in run_cases(cases, tmp_path / "runs", jobs=2, loader=loader))
+    told = [path.read_text().split() for path in tmp_path.glob("told-*")]
+    assert sorted(gpu for gpu, *_ in told) == ["GPU-5", "GPU-7"]  # two processes ran six cases
+    assert {len(files) for _, *files in told} == {1}
+    assert told[0][1] == told[1][1]  # one file, also for two seeds
+
+
+@pytest.mark.parametrize(
+    ("devices", "visible", "expected"),
+    [(["auto", "cuda"], None, ["0", "1"]), (["auto"], "1,3", ["1", "3"]), (["auto", "cuda:1"], None, [None])],
+)
+def test_gpus_are_taken_in_turn_unless_a_case_names_one(
+    monkeypatch: pytest.MonkeyPatch, devices: list[str], visible: str | None, expected: list[str | None]
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    cases = [case for device in devices for case in cases_of(["fedavg"], [0], f"run.device={device}")]
+    assert batch.gpus_of(cases) == expected
+
+
+def test_one_gpu_is_not_placed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert batch.gpus_of(cases_of(["fedavg"], [0])) == [None]
+
+
+def test_samples_drawn_from_the_seed_are_not_shared_by_seeds():
+    first, second = cases_of(["fedavg"], [0, 1], "run.dataset=synthetic")
+    assert first.samples_key != second.samples_key
+    first, second = cases_of(["fedavg"], [0, 1])
+    assert first.samples_key == second.samples_key
+    assert first.data_key != second.data_key
+
+
+def test_without_space_every_process_loads_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(path: Path, samples: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(batch, "save_samples", full)
+    (case,) = cases_of(["fedavg"], [0])
+    loader = Loader()
+    digest = loader.federation(case).digest()
+    loader.share(tmp_path)
+    assert loader.federation(case).digest() == digest
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

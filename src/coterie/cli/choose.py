@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from coterie.cli.flags import JsonFlag, QuietFlag, takes, whole
 from coterie.cli.output import file_stem, new_folder, say, stdout, table_of
@@ -18,6 +16,8 @@ from coterie.runs.metrics import NUMBER
 from coterie.runs.settings import LARGEST_K, PROBE_CLIENTS, PROBE_ROUNDS, TABLES, RunSettings, Schedule, Tables
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from coterie.runs.choose_k import Choice
 
 
@@ -72,6 +72,8 @@ def _draw(choice: Choice, out: Path, dataset: str) -> tuple[str | None, str]:
 
 
 def _table(choice: Choice, dataset: str) -> Table:
+    from rich.text import Text
+
     over = f"gain over K = {choice.recommended}"
     heads = ("K", "held-out accuracy", over, "loss", "intra-cluster distance", "silhouette", "gap statistic")
     has_classes = any(row.accuracy is not None for row in choice.rows)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
+from coterie.cli.data_show import show
 from coterie.cli.flags import JsonFlag
 from coterie.cli.output import stderr, stdout, table_of
 from coterie.runs.settings import RunSettings
@@ -19,15 +18,15 @@ from coterie.settings import fields_of
 from coterie.views.words import size_text
 
 if TYPE_CHECKING:
-    from coterie.data.fetch import Progress
+    from coterie.data.fetch import Progress as Fetched
     from coterie.data.sources.stored import StoredSource
 
-data_app = typer.Typer(help="List, fetch and show datasets.", no_args_is_help=True)
+app = typer.Typer(help="List, fetch and show datasets.", no_args_is_help=True)
 
 FolderFlag = Annotated[Path | None, typer.Option("--data-dir", help=fields_of(RunSettings)["data_dir"].sentence)]
 
 
-@data_app.command("fetch")
+@app.command("fetch")
 def fetch(
     name: Annotated[str, typer.Argument(help="Dataset; see 'coterie data list'.")],
     data_dir: FolderFlag = None,
@@ -47,7 +46,7 @@ def fetch(
     print(f"{what} is already stored, {state}." if found.already else f"{what} fetched, sha256 {found.sha256}.")
 
 
-@data_app.command("list")
+@app.command("list")
 def list_data(data_dir: FolderFlag = None, json_: JsonFlag = False) -> None:
     """List the stored datasets, and those that can be fetched."""
     from coterie.data.sources.stored import data_folder
@@ -68,6 +67,9 @@ def list_data(data_dir: FolderFlag = None, json_: JsonFlag = False) -> None:
         for row in rows
     ]
     stdout().print(table_of(f"data in {folder}", heads, cells, text=heads))
+
+
+app.command("show")(show)
 
 
 def stored_sources() -> list[StoredSource]:
@@ -98,21 +100,23 @@ def _row(source: StoredSource, folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _bar(name: str, quiet: bool) -> Iterator[Progress]:
+def _bar(name: str, quiet: bool) -> Iterator[Fetched]:
     """A progress bar if stderr is a terminal; during downloads the hub shows its own."""
     console = stderr()
     if quiet or not console.is_terminal:
         yield lambda done, total: None
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    bar = Bar(*columns, console=console)
+    bar = Progress(*columns, console=console)
     task = bar.add_task(name, total=None)
 
-    def show(done: int, total: int) -> None:
+    def advance(done: int, total: int) -> None:
         bar.start()
         bar.update(task, completed=done, total=total)
 
     try:
-        yield show
+        yield advance
     finally:
         bar.stop()

@@ -62,7 +62,7 @@ SeedsFlag = Annotated[
     str,
     typer.Option("--seeds", metavar="SEEDS", help="Seeds: a count (3 is 0, 1, 2), a range (5-9) or a list (1,4,7)."),
 ]
-JobsFlag = Annotated[int, whole("--jobs", "runs at a time, each in a process of its own", ge=1)]
+JobsFlag = Annotated[int, whole("--jobs", "runs at a time, in as many processes, which take the GPUs in turn", ge=1)]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 _ConfigFlag = Annotated[Path | None, typer.Option(help="TOML file with the same settings; flags override it.")]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from coterie.cli.flags import JsonFlag
+from coterie.cli.index import INDEXED, Things, registered
 from coterie.cli.output import clock, stdout, table_of
 from coterie.client.settings import WorkSettings
 from coterie.engines.settings import EngineSettings
@@ -18,60 +20,14 @@ from coterie.runs.settings import ClusterSettings, RunSettings, Schedule
 from coterie.settings import fields_of
 
 
-def _fields(cls: type) -> list[dict[str, Any]]:
-    return [
-        {"name": f.name, "default": f.default, "help": f.help, "allowed": f.expected} for f in fields_of(cls).values()
-    ]
-
-
-def _algorithms() -> list[dict[str, Any]]:
-    from coterie.methods.base import algorithms
-
-    found = algorithms().items()
-    return [
-        {"name": key, "about": inspect.getdoc(cls), "paper": cls.paper, "fields": _fields(cls)} for key, cls in found
-    ]
-
-
-def _datasets() -> list[dict[str, Any]]:
-    from coterie.data.dataset import presets
-
-    return [
-        {"name": name, "about": preset.summary, "scenario": preset.scenario, "model": preset.model}
-        for name, preset in presets().items()
-    ]
-
-
-def _models() -> list[dict[str, Any]]:
-    from coterie.nets.registry import model_settings, models
-
-    return [
-        {"name": name, "about": (inspect.getdoc(builder) or "").splitlines()[0], "settings": model_settings(builder)}
-        for name, builder in models().items()
-    ]
-
-
-def _scenarios() -> list[dict[str, Any]]:
-    from coterie.data.scenario import parts
-
-    return [{"name": key, "about": cls.summary, "fields": _fields(cls)} for key, cls in parts().items()]
-
-
-def _situations() -> list[dict[str, Any]]:
-    from coterie.runs.situations import default_situations
-
-    found = default_situations(Schedule.rounds)
-    return [{"name": s.name, "about": s.about, "changes": s.settings} for s in found]
-
-
-def _metrics() -> list[dict[str, Any]]:
+def _metrics() -> Things:
     from coterie.runs.metrics import METRICS
 
     found = METRICS.values()
     return [{"name": m.key, "about": f"{m.label}: {m.about}", "path": m.path, "better": m.better} for m in found]
 
 
-def _settings() -> list[dict[str, Any]]:
+def _settings() -> Things:
     return [
         {
             "name": f"{group.table}.{field.name}",
@@ -85,19 +41,16 @@ def _settings() -> list[dict[str, Any]]:
     ]
 
 
-_THINGS = {
-    "algorithms": _algorithms,
-    "datasets": _datasets,
+_THINGS: dict[str, Callable[[], Things]] = {
+    **{name: partial(registered, name) for name in INDEXED},
     "metrics": _metrics,
-    "models": _models,
-    "scenarios": _scenarios,
     "settings": _settings,
-    "situations": _situations,
 }
+_NAMES = sorted(_THINGS)
 
 
 def list_things(
-    what: Annotated[str, typer.Argument(help=f"{', '.join(_THINGS)} or runs.")],
+    what: Annotated[str, typer.Argument(help=f"{', '.join(_NAMES)} or runs.")],
     folder: Annotated[Path | None, typer.Argument(help="With 'runs': their folder; by default 'runs'.")] = None,
     json_: JsonFlag = False,
 ) -> None:
@@ -106,7 +59,7 @@ def list_things(
         list_runs(Path("runs") if folder is None else folder, json_)
         return
     if what not in _THINGS:
-        raise UnknownName("list", what, (*_THINGS, "runs"))
+        raise UnknownName("list", what, (*_NAMES, "runs"))
     if folder is not None:
         raise ConfigError(f"'coterie list {what}' takes no folder. Got '{folder}'.")
     found = _THINGS[what]()

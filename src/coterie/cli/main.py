@@ -1,39 +1,70 @@
-"""The command `coterie`: registers the subcommands, prints one sentence per error, sets exit codes.
+"""The command `coterie`: finds the subcommands, prints one sentence per error, sets exit codes.
 
-No module imported here imports torch at module level, so that `--help` and usage errors are instant.
+The module of a subcommand is imported when it is used, and none imports torch at module level, so that `--help`,
+`--version` and usage errors are instant.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from typing import Any, cast
 
 import click
 import typer.core
-from rich.console import Console
 
-from coterie.cli import bench, choose, compare, data, data_show, deploy, lists, onboard, report, run, sweep, ui
 from coterie.errors import CoterieError
 from coterie.version import VERSION
 
 typer.core.HAS_RICH = False  # plain help: with it, typer writes "\[default: 20]" even where markup is off
 
+_HOMES = {  # where the subcommands are, in the order of `--help`
+    **{name: f"run:{name}" for name in ("run", "resume", "show")},
+    **{name: f"{name}:{name}" for name in ("compare", "bench", "sweep")},
+    "choose-k": "choose:choose",
+    **{name: f"onboard:{name}" for name in ("onboard", "export")},
+    **{name: f"{name}:{name}" for name in ("report", "ui")},
+    "list": "lists:list_things",
+    "data": "data:app",
+    "deploy": "deploy:app",
+}
+
+
+class _Commands(typer.core.TyperGroup):
+    """Imports a subcommand when it is used."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = dict.fromkeys(_HOMES, cast(click.Command, None))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _HOMES and self.commands[cmd_name] is None:
+            self.commands[cmd_name] = _imported(cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+
+def _imported(name: str) -> click.Command:
+    module, _, attribute = _HOMES[name].partition(":")
+    found = getattr(import_module(f"coterie.cli.{module}"), attribute)
+    if isinstance(found, typer.Typer):
+        made: click.Command = typer.main.get_group(found)
+    else:
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command()(found)
+        made = typer.main.get_command(alone)
+    made.name = name
+    return made
+
+
 app = typer.Typer(
     name="coterie",
+    cls=_Commands,
     help="Clustered, personalized federated learning: K models for K kinds of client.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (run.run, run.resume, run.show, compare.compare, bench.bench, sweep.sweep):
-    app.command()(command)
-app.command("choose-k")(choose.choose)
-for command in (onboard.onboard, onboard.export, report.report, ui.ui):
-    app.command()(command)
-app.command("list")(lists.list_things)
-data.data_app.command("show")(data_show.show)
-app.add_typer(data.data_app, name="data")
-app.add_typer(deploy.app, name="deploy")
 
 
 def _version(wanted: bool) -> None:
@@ -51,12 +82,11 @@ def options(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; expected errors are one sentence, never a traceback."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         code = app(args=arguments, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except (click.exceptions.Abort, KeyboardInterrupt):
-        console.print("stopped")
+        _print("stopped")
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
@@ -65,5 +95,11 @@ def main(arguments: list[str] | None = None) -> None:
         if said.startswith("Usage:"):  # without arguments, the message is the help
             print(said)
         else:
-            console.print("[bold red]error:[/] " + said.replace("[", r"\["))
+            _print("[bold red]error:[/] " + said.replace("[", r"\["))
         sys.exit(error.exit_code if isinstance(error, CoterieError) else 2)
+
+
+def _print(text: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text)

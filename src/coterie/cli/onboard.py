@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
-from rich.table import Table
 
 from coterie.cli.flags import JsonFlag, RunArgument, takes, whole
 from coterie.cli.output import say, stdout, table_of
@@ -19,6 +18,7 @@ from coterie.runs.metrics import NUMBER, PERCENT
 from coterie.runs.settings import RunSettings, Tables, merge
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import Tensor
 
     from coterie.runs.newcomers import Newcomers

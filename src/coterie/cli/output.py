@@ -1,4 +1,4 @@
-"""What the terminal shows: the progress of a run, its result, and tables."""
+"""What the terminal shows: the progress of a run, its result, and tables. Rich is imported when it is used."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from coterie.errors import ConfigError
 from coterie.runs.metrics import NUMBER, PERCENT, metrics
 from coterie.runs.observers import Row
 from coterie.views.decisions import kinds_found, legend, sentences
 from coterie.views.words import size_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+    from rich.text import Text
 
 _SHOWN_SIZES = 8
 _SHOWN_DECISIONS = 12
@@ -31,6 +31,8 @@ _WIDTH = 140  # of tables without a terminal
 
 def stderr() -> Console:
     """The console for progress and notes."""
+    from rich.console import Console
+
     return Console(stderr=True, highlight=False)
 
 
@@ -42,6 +44,8 @@ def say(text: str, hidden: bool = False) -> None:
 
 def stdout() -> Console:
     """The console for results; without a terminal it is wide enough for tables."""
+    from rich.console import Console
+
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
 
@@ -61,6 +65,9 @@ def new_folder(path: Path) -> Path:
 
 def table_of(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | Text]], text: Sequence[str] = ()) -> Table:
     """A table; the columns in `text` are on the left, numbers on the right."""
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table(title=escape(title), title_justify="left")
     for head in heads:
         is_name = head in text and head == heads[0]
@@ -74,6 +81,9 @@ def table_of(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | Tex
 
 def facts_of(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     """A table of names and values."""
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table(title=escape(title), show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -114,6 +124,15 @@ class RoundProgress:
 
     def __enter__(self) -> RoundProgress:
         if not self._quiet and self._console.is_terminal:
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
+
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=20),

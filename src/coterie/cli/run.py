@@ -46,7 +46,6 @@ def run(
 
 def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Choice | None]:
     """The experiment; if its number of clusters is 'auto', the number is chosen first."""
-    from coterie.runs.choose_k import choose_k
     from coterie.runs.experiment import resolve
 
     if tables["algorithm"].get("num_clusters") != AUTO:
@@ -56,6 +55,8 @@ def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Choice | No
         return trial, None  # a note says that clusters are not used
     if type(trial.algorithm).num_clusters == AUTO:  # the method finds it in the run
         return resolve(tables).loaded(), None
+    from coterie.runs.choose_k import choose_k
+
     say(f"choosing the number of clusters of {trial.dataset}", hidden)
     choice = choose_k(trial, last=None)
     experiment = resolve(merge(tables, {"algorithm": {"num_clusters": choice.recommended}}))
@@ -110,15 +111,16 @@ def run_to_end(
 
 def show(path: RunArgument, json_: JsonFlag = False) -> None:
     """Show the result of a run, or its progress."""
-    from coterie.runs.folder import RunFolder
-    from coterie.runs.reading import read_run
+    from coterie.runs.files import Files
 
-    folder = RunFolder.open(path)
-    summary = folder.summary()
+    files = Files(path)
+    settings, summary = files.config()["run"], files.summary()
     if summary is not None:
         _print_summary(summary, json_)
         return
-    rows, settings = folder.rows(), folder.config()["run"]
+    from coterie.runs.reading import read_run
+
+    rows = files.rows()
     run = read_run(path, whole=False)
     if json_:
         last = rows[-1] if rows else None

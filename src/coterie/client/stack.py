@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -127,11 +128,28 @@ def train_job(job: Job, kernel: Kernel) -> None:
     layout.copy_to(job.result, [*params, *buffers])
 
 
-class Plan:
-    """How an engine trains: the kernel, the clients per stack (`piece`), the stacks trained in parallel (`workers`)."""
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Let torch use this number of threads within a `with` block; None leaves it as it is."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
-    def __init__(self, name: str, kernel: Kernel, piece: int = 1, workers: int = 1) -> None:
-        self.name, self.kernel, self.piece, self.workers = name, kernel, piece, workers
+
+class Plan:
+    """How an engine trains: the kernel, the clients per stack (`piece`), the stacks trained in parallel (`workers`).
+
+    `threads` is the number of torch's threads while a stack is trained; None leaves it as it is.
+    """
+
+    def __init__(self, name: str, kernel: Kernel, piece: int = 1, workers: int = 1, threads: int | None = None) -> None:
+        self.name, self.kernel, self.piece, self.workers, self.threads = name, kernel, piece, workers, threads
         self._pool: ThreadPoolExecutor | None = None
 
     def train(self, job: Job) -> None:
@@ -147,8 +165,9 @@ class Plan:
         rounds = -(-len(counts.sizes) // (self.piece * self.workers))  # so that all workers have equal shares
         pieces = counts.pieces(max(1, min(self.piece, -(-len(counts.sizes) // (rounds * self.workers)))))
         if self.workers < 2 or len(pieces) < 2:
-            for which in pieces:
-                function(which)
+            with torch_threads(self.threads):
+                for which in pieces:
+                    function(which)
             return
 
         def one(which: slice) -> None:
@@ -158,10 +177,6 @@ class Plan:
 
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="coterie")
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             for done in [self._pool.submit(one, which) for which in pieces]:
                 done.result()
-        finally:
-            torch.set_num_threads(threads)

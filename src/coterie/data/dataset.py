@@ -73,6 +73,7 @@ class Source:
 
     key: ClassVar[str]
     summary: ClassVar[str]
+    is_fixed: ClassVar[bool] = False  # `load` gives the same samples for all numbers of clients and seeds
 
     def load(self, clients: int | None, rng: Rng, data_dir: Path | None) -> Dataset:
         """Load the samples; only sources that generate data use `clients` and `rng`."""

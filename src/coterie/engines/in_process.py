@@ -28,6 +28,7 @@ from coterie.randomness import Rng
 from coterie.settings import build, values_of
 
 _DEFAULT_BUDGET_MB = 1024
+_SMALL_STEP = 30_000_000  # multiplications of a batch in the forward pass; a whole step takes a core about 5 ms
 
 
 @contextlib.contextmanager
@@ -105,6 +106,7 @@ class InProcessEngine(Engine):
         self._itemsize = self.dtype.itemsize
         sample = federation.samples(0)[0][:1].to(self.device, self.dtype)
         self._activations = self.network.activation_size(sample)
+        self._multiplications = self.network.multiplications(sample)
         # Evaluation keeps only a few layers alive at a time; half of the budget is left for the models.
         per_sample = 3 * self._activations * self._itemsize
         self._samples_at_once = int(min(max(1, self.memory_budget() // 2 // per_sample), 8192))
@@ -147,9 +149,22 @@ class InProcessEngine(Engine):
         assert self.settings.memory is not None
         return self.settings.memory << 20
 
+    def threads_of_one(self) -> int | None:
+        """Torch's threads for clients that are trained one at a time: one for small networks, else None (all).
+
+        Two threads make the step of a small network slower, and much slower on a busy machine, where they wait for
+        each other.
+        """
+        each = self._multiplications
+        return 1 if each is not None and each * self._batch(self.task.work) < _SMALL_STEP else None
+
+    def _batch(self, work: SGD) -> int:
+        """The largest batch of a client."""
+        return int(self.federation.train.sizes.max()) if work.batch_size == "full" else int(work.batch_size)
+
     def bytes_per_client(self, work: SGD) -> int:
         """Memory of one client in training: model, gradient, optimizer state and batch."""
-        batch = int(self.federation.train.sizes.max()) if work.batch_size == "full" else int(work.batch_size)
+        batch = self._batch(work)
         copies = 5 + len(work.make_optimizer().keeps) + work.anchored
         return self._itemsize * (copies * work.models * self.task.layout.size + 4 * batch * self._activations)
 

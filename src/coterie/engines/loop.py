@@ -16,7 +16,7 @@ class LoopEngine(InProcessEngine):
     def make_plan(self) -> Plan:
         """Plain autograd."""
         self.network.detect_keyed(self.data.federation.samples(0)[0])
-        return Plan("loop", PlainKernel(self.network, self.task.loss))
+        return Plan("loop", PlainKernel(self.network, self.task.loss), threads=self.threads_of_one())
 
     def chunk_size(self, work: SGD) -> int:
         """One client."""

@@ -8,14 +8,14 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from coterie.client.stack import Plan
-from coterie.engines.cache import cache_folder
+from coterie.engines.cache import alone, cache_folder
 from coterie.engines.in_process import InProcessEngine
 
 _MARGIN = 1.05  # a preferred plan may be slower than the fastest by this factor
@@ -48,26 +48,13 @@ def measure(engine: InProcessEngine, candidates: Sequence[Candidate]) -> dict[st
     path = cache_folder() / "plans.json"
     stored = _read(path)
     if key not in stored:
-        with _alone(path):  # of several processes one measures, and all choose the same plan
+        with alone(path):  # of several processes one measures, and all choose the same plan
             stored = _read(path)
             if key not in stored:
                 stored[key] = {c.name: _time(engine, c) for c in candidates}
                 _write(path, stored)
     _known[key] = stored[key]
     return stored[key]
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Wait until no other process measures, where files can be locked."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError, ImportError):
-            import fcntl
-
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle = stack.enter_context(path.with_suffix(".lock").open("w"))
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def _time(engine: InProcessEngine, candidate: Candidate) -> float:

@@ -28,7 +28,7 @@ from coterie.client.stack import Kernel, Plan
 from coterie.client.work import SGD
 from coterie.engines.in_process import InProcessEngine
 from coterie.engines.kernels.graphs import BesideKernel, GraphPlan
-from coterie.engines.kernels.layers import Convolutions, LayerKernel
+from coterie.engines.kernels.layers import Convolutions, LayerKernel, plain_network
 from coterie.engines.kernels.native import NativeKernel, NativePlan, NotNative
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.engines.kernels.stacked import StackedKernel
@@ -82,8 +82,8 @@ class VectorizedEngine(InProcessEngine):
         can_record = cuda and network.keyed and self.data.rendered() is not None
         found: list[Candidate] = []
 
-        def add(name: str, kernel: Kernel, piece: int, workers: int = 1) -> None:
-            found.append(Candidate(name, lambda: Plan(name, kernel, piece, workers)))
+        def add(name: str, kernel: Kernel, piece: int, workers: int = 1, threads: int | None = None) -> None:
+            found.append(Candidate(name, lambda: Plan(name, kernel, piece, workers, threads)))
 
         def add_recorded(name: str, kernel: Kernel, piece: int) -> None:
             if can_record:
@@ -115,7 +115,7 @@ class VectorizedEngine(InProcessEngine):
             self.notes.append(f"the network cannot be stacked ({reason}); clients are trained one at a time")
         plain = PlainKernel(network, loss)
         add_recorded("loop+graph", plain, min(self._chunk(), _LOOPS))
-        add("loop", BesideKernel(network, loss) if network.keyed else plain, 1)
+        add("loop", BesideKernel(network, loss) if network.keyed else plain, 1, threads=self.threads_of_one())
         return found
 
     def _native(self) -> NativeKernel | None:
@@ -139,9 +139,8 @@ class VectorizedEngine(InProcessEngine):
         if self.settings.piece is not None:
             return self.settings.piece
         work = self.task.work
-        batch = int(self.federation.train.sizes.max()) if work.batch_size == "full" else int(work.batch_size)
         copies = 1 + len(work.make_optimizer().keeps)
-        size = self._itemsize * (copies * self.task.layout.size + 2 * batch * self._activations)
+        size = self._itemsize * (copies * self.task.layout.size + 2 * self._batch(work) * self._activations)
         return max(4, min(_CACHE_BYTES // size, _LARGEST_PIECE))
 
     def _workers(self) -> int:
@@ -176,6 +175,8 @@ class VectorizedEngine(InProcessEngine):
         """Why vmap cannot be used; tested in float64 on the CPU, where only an error makes a difference."""
         if not self.network.keyed:
             return "it draws its own random numbers"
+        if plain_network(self.network, self.task.loss) is not None:
+            return None  # layers that vmap is known to support; trying it imports torch's compiler, a second or more
         network = Network(self.task.module, torch.float64, torch.device("cpu"))
         return self._differs(network, StackedKernel(network, self.task.loss), 1e-6)
 

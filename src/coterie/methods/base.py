@@ -35,6 +35,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
 from typing import Any, ClassVar, Generic, Self, TypedDict, TypeVar
 
 import torch
@@ -229,6 +230,10 @@ def find_algorithm(name: str) -> type[Algorithm[Any]]:
         if not (isinstance(found, type) and issubclass(found, Algorithm)):
             raise ConfigError(f"algorithm {name} is not a subclass of coterie.Algorithm.")
         return found
+    if name not in _ALGORITHMS and name.isidentifier() and find_spec(f"coterie.methods.{name}") is not None:
+        importlib.import_module(f"coterie.methods.{name}")  # most methods are in a file of their name
+    if name in _ALGORITHMS:
+        return _ALGORITHMS[name]
     known = algorithms()
     if name not in known:
         raise UnknownName("algorithm", name, known)

@@ -177,22 +177,35 @@ class Network:
 
     def activation_size(self, x: Tensor) -> int:
         """Number of activations of one sample, to estimate memory."""
-        total = 0
+        return sum(output.numel() for _, output in self._layer_outputs(x)) + x[:1].numel()
 
-        def count(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            nonlocal total
+    def multiplications(self, x: Tensor) -> int | None:
+        """Multiplications by weights in the forward pass of one sample, to estimate time; None: unknown layers."""
+        total, known = 0, set[int]()
+        for layer, output in self._layer_outputs(x):
+            weight = getattr(layer, "weight", None)
+            if isinstance(weight, Tensor) and weight.dim() > 1:
+                total += weight.numel() * output.numel() // len(weight)  # each row of the weight gives one channel
+                known.add(id(weight))
+        return total if all(p.dim() < 2 or id(p) in known for p in self.module.parameters()) else None
+
+    def _layer_outputs(self, x: Tensor) -> list[tuple[nn.Module, Tensor]]:
+        """The layers and what each returns for the first sample."""
+        found: list[tuple[nn.Module, Tensor]] = []
+
+        def keep(layer: nn.Module, _inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor):
-                total += output.numel()
+                found.append((layer, output))
 
         leaves = [m for m in self.module.modules() if not list(m.children())]
-        handles = [leaf.register_forward_hook(count) for leaf in leaves]
+        handles = [leaf.register_forward_hook(keep) for leaf in leaves]
         try:
             with torch.no_grad():
                 self(self.layout.unpack(self.initial.to(self.device, self.dtype)), x[:1])
         finally:
             for handle in handles:
                 handle.remove()
-        return total + x[:1].numel()
+        return found
 
 
 def flatten(module: nn.Module) -> Tensor:

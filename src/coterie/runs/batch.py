@@ -7,8 +7,11 @@ are started; so the same call continues what was stopped. A run that fails is re
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import shutil
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Generator, Sequence
@@ -20,10 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation
+from coterie.data.shared import map_samples, save_samples
 from coterie.engines.base import resolve_device
+from coterie.engines.cache import alone
 from coterie.engines.settings import EngineSettings
 from coterie.errors import CoterieError, Interrupted, RunError
 from coterie.runs.execution import execute
@@ -78,13 +84,15 @@ class Case:
     @property
     def samples_key(self) -> str:
         """Equal for cases with the same samples, however partitioned."""
-        run = {key: self.tables["run"].get(key) for key in ("dataset", "clients", "data_dir")}
-        return repr((run, self.tables["dataset"], self.seed))
+        experiment = self.experiment
+        drawn = None if getattr(experiment.source, "is_fixed", False) else (experiment.clients, self.seed)
+        return repr((experiment.source, experiment.data_dir, drawn))
 
     @property
     def data_key(self) -> str:
         """Equal for cases with the same federation."""
-        return repr((self.samples_key, self.tables["run"].get("scenario"), self.tables["scenario"]))
+        run = (self.experiment.clients, self.seed, self.tables["run"].get("scenario"))
+        return repr((self.samples_key, run, self.tables["scenario"]))
 
 
 @dataclass(frozen=True)
@@ -98,19 +106,47 @@ class Outcome:
 
 
 class Loader:
-    """Federations of cases. The last one and its samples are kept: neighbouring cases share them."""
+    """Federations of cases. The last one and its samples are kept: neighbouring cases share them.
 
-    def __init__(self) -> None:
+    With a folder, samples lie in it, and all processes that load from it hold one copy.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
         self._samples: tuple[str, Dataset] | None = None
         self._federation: tuple[str, Federation] | None = None
+
+    def share(self, folder: Path) -> None:
+        """Move the samples that are held into this folder."""
+        held, self._samples, self._federation, self._folder = self._samples, None, None, folder
+        if held is not None:
+            with contextlib.suppress(OSError, SafetensorError):  # no space: each process loads its own
+                save_samples(_file(folder, held[0]), held[1])
 
     def federation(self, case: Case) -> Federation:
         """The clients of a case and their data."""
         if self._federation is None or self._federation[0] != case.data_key:
             if self._samples is None or self._samples[0] != case.samples_key:
-                self._samples = case.samples_key, case.experiment.samples()
+                self._samples = case.samples_key, self._load(case)
             self._federation = case.data_key, case.experiment.federation(self._samples[1])
         return self._federation[1]
+
+    def _load(self, case: Case) -> Dataset:
+        if self._folder is None:
+            return case.experiment.samples()
+        path = _file(self._folder, case.samples_key)
+        with alone(path):  # of several processes one reads the source
+            if not path.exists():
+                samples = case.experiment.samples()
+                try:
+                    save_samples(path, samples)
+                except (OSError, SafetensorError):
+                    return samples
+            return map_samples(path)
+
+
+def _file(folder: Path, key: str) -> Path:
+    return folder / f"samples-{hashlib.sha256(key.encode()).hexdigest()[:24]}.safetensors"
 
 
 def check_cases(cases: Sequence[Case], loader: Loader) -> None:
@@ -188,7 +224,7 @@ def run_cases(
     runs = (
         _in_turn(waiting, root, partial(trackers, list(track), say), loader or Loader(), watch, should_stop)
         if min(jobs, len(waiting)) <= 1
-        else _at_once(waiting, root, list(track), min(jobs, len(waiting)), should_stop)
+        else _at_once(waiting, root, list(track), loader or Loader(), min(jobs, len(waiting)), should_stop)
     )
     with contextlib.closing(runs):
         for outcome in runs:
@@ -245,13 +281,14 @@ def _folder(path: Path, tables: Tables) -> RunFolder:
 
 
 class _Worker:
-    """A process that runs one case after the other. It loads torch once."""
+    """A process that runs one case after the other. It loads torch once, and has at most one GPU."""
 
-    def __init__(self, root: Path, track: list[str], threads: int, stop: Any) -> None:
+    def __init__(self, root: Path, track: list[str], data: Path, threads: int, gpu: str | None, stop: Any) -> None:
         self.case: Case | None = None
+        self.gpu = gpu
         self.pipe, theirs = context().Pipe()
         self.process: Any = context().Process(  # type: ignore[attr-defined]
-            target=_work, args=(theirs, root, track, threads, stop), daemon=False
+            target=_work, args=(theirs, root, track, data, threads, gpu, stop), daemon=False
         )
         with without_ctrl_c():
             self.process.start()
@@ -283,11 +320,34 @@ class _Worker:
         self.process.join()
 
 
+def gpus_of(cases: Sequence[Case]) -> list[str | None]:
+    """The GPUs that processes take in turn, as CUDA_VISIBLE_DEVICES names them; [None]: all see what is there."""
+    count = torch.cuda.device_count()
+    if count < 2 or any(case.experiment.device not in ("auto", "cuda") for case in cases):
+        return [None]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(count)] if visible is None else visible.split(",")
+    return [name.strip() for name in names[:count]]
+
+
 def _at_once(
-    cases: Sequence[Case], root: Path, track: list[str], jobs: int, should_stop: Callable[[], bool]
+    cases: Sequence[Case],
+    root: Path,
+    track: list[str],
+    loader: Loader,
+    jobs: int,
+    should_stop: Callable[[], bool],
 ) -> Generator[Outcome, None, None]:
     """The outcomes of cases that run in `jobs` processes, in the order in which they end."""
-    waiting = list(reversed(cases))
+    with tempfile.TemporaryDirectory(prefix="coterie-") as folder:
+        loader.share(Path(folder))
+        yield from _in_processes(cases, root, track, Path(folder), jobs, should_stop)
+
+
+def _in_processes(
+    cases: Sequence[Case], root: Path, track: list[str], data: Path, jobs: int, should_stop: Callable[[], bool]
+) -> Generator[Outcome, None, None]:
+    waiting, gpus = list(reversed(cases)), gpus_of(cases)
     start_server(jobs)
     stop = context().Event()
     threads = max(1, usable_cores() // jobs)
@@ -301,7 +361,8 @@ def _at_once(
             idle = [worker for worker in workers if worker.case is None]
             while waiting and not stop.is_set() and (idle or len(workers) < jobs):
                 if not idle:
-                    workers.append(_Worker(root, track, threads, stop))
+                    gpu = min(gpus, key=[worker.gpu for worker in workers].count)  # the one with the fewest processes
+                    workers.append(_Worker(root, track, data, threads, gpu, stop))
                     idle.append(workers[-1])
                 with contextlib.suppress(OSError):
                     idle.pop().give(waiting[-1])
@@ -322,10 +383,12 @@ def _at_once(
             worker.end(now=worker.case is not None)
 
 
-def _work(pipe: Connection, root: Path, track: list[str], threads: int, stop: Any) -> None:
+def _work(pipe: Connection, root: Path, track: list[str], data: Path, threads: int, gpu: str | None, stop: Any) -> None:
     """The work of a process: run the cases that come, until the pipe is closed."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # no GPU is open yet
     torch.set_num_threads(threads)
-    loader = Loader()
+    loader = Loader(data)
     with contextlib.suppress(EOFError, OSError):
         while True:
             labels, tables = pipe.recv()

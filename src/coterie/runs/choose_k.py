@@ -30,7 +30,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from scipy.stats import t
 from torch import Tensor
 
 from coterie.client.block import Block, Models
@@ -141,6 +140,8 @@ class Gain:
     @classmethod
     def of(cls, before: Tensor, after: Tensor, weights: Tensor, least: float, comparisons: int = 1) -> Gain:
         """The gain of scores [N] over others; `comparisons`: how many such gains are judged together."""
+        from scipy.stats import t
+
         value, error = weighted_mean(after - before, weights)
         if value is None or error is None:
             return cls(0.0, math.inf, math.inf, least)

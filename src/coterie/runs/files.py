@@ -8,20 +8,23 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import stat
+import time
 import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from coterie.errors import RunError
 
+if TYPE_CHECKING:  # numpy is imported when an array is read
+    from numpy.typing import NDArray
+
 SCHEMA = 1
 MOST_BYTES = 512 << 20  # of one file, packed or unpacked
+_SILENT = 600.0  # seconds without a write after which a run on another machine counts as stopped
 T = TypeVar("T")
 
 
@@ -63,9 +66,13 @@ class Files:
         return found
 
     def array(self, name: str) -> NDArray[Any] | None:
+        import numpy as np
+
         return self._parsed(name, lambda content: np.load(io.BytesIO(content), allow_pickle=False))
 
     def arrays(self, name: str) -> dict[str, NDArray[Any]] | None:
+        import numpy as np
+
         def parse(content: bytes) -> dict[str, NDArray[Any]]:
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 size = sum(item.file_size for item in archive.infolist())
@@ -102,6 +109,17 @@ class Files:
             raise RunError(f"{self.path / 'summary.json'} is damaged: it has no number of rounds.")
         return found
 
+    def is_held(self) -> bool:
+        """Whether a process is writing to the folder; for one on another machine, whether files changed recently."""
+        try:
+            holder = self.read_json(".lock")
+            host, pid, born = str(holder["host"]), int(holder["pid"]), holder["born"]
+            if host == socket.gethostname():
+                return bool(born is not None and born == birth_of(pid))
+            return time.time() - max(p.stat().st_mtime for p in self.path.iterdir()) < _SILENT
+        except (OSError, ValueError, KeyError, TypeError, RunError):
+            return False
+
     def _parsed(self, name: str, parse: Callable[[bytes], T]) -> T | None:
         content = self.read_bytes(name)
         return None if content is None else self._decoded(name, content, parse)
@@ -120,3 +138,17 @@ def reason(error: BaseException) -> str:
     """The first line of an error message, without number and path, short enough for a sentence."""
     text = str(getattr(error, "strerror", None) or error)
     return (text.splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+
+
+def birth_of(pid: int) -> str | None:
+    """When a process started, which tells it from a later one with the same number; None: it is gone."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        if stat.parent.parent.joinpath("self").exists():
+            return stat.read_text().rpartition(")")[2].split()[19]
+        os.kill(pid, 0)
+    except PermissionError:
+        return "alive"
+    except (OSError, IndexError):
+        return None
+    return "alive"

@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +29,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.errors import CheckpointError, RunError, StorageError
-from coterie.runs.files import SCHEMA, Files, reason
+from coterie.runs.files import SCHEMA, Files, birth_of, reason
 
 _KEPT = 2  # checkpoints
-_SILENT = 600.0  # seconds without a write after which a run on another machine counts as stopped
 _PARTS = ("tensors.safetensors", "state.json")  # of a checkpoint
 
 
@@ -110,20 +108,9 @@ class RunFolder(Files):
         # Readers see here who holds it. If they tried the lock, a run that is just starting could fail.
         with contextlib.suppress(OSError):
             handle.truncate(0)
-            handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "born": _born(os.getpid())}))
+            handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "born": birth_of(os.getpid())}))
             handle.flush()
         self._lock = handle
-
-    def is_held(self) -> bool:
-        """Whether a process is writing to the folder; for one on another machine, whether files changed recently."""
-        try:
-            holder = self.read_json(".lock")
-            host, pid, born = str(holder["host"]), int(holder["pid"]), holder["born"]
-            if host == socket.gethostname():
-                return bool(born is not None and born == _born(pid))
-            return time.time() - max(p.stat().st_mtime for p in self.path.iterdir()) < _SILENT
-        except (OSError, ValueError, KeyError, TypeError, RunError):
-            return False
 
     def unlock(self) -> None:
         """Let other processes write."""
@@ -279,20 +266,6 @@ class RunFolder(Files):
 
 def _folder_name(round: int) -> str:
     return f"round-{round:06d}"
-
-
-def _born(pid: int) -> str | None:
-    """When a process started, which tells it from a later one with the same number; None: it is gone."""
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        if stat.parent.parent.joinpath("self").exists():
-            return stat.read_text().rpartition(")")[2].split()[19]
-        os.kill(pid, 0)
-    except PermissionError:
-        return "alive"
-    except (OSError, IndexError):
-        return None
-    return "alive"
 
 
 def _digest(path: Path) -> str:

@@ -22,15 +22,16 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from coterie.errors import ConfigError, UnknownName
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+if TYPE_CHECKING:  # the terminal reads this list of metrics; numpy is imported when one is computed
+    import numpy as np
+    from numpy.typing import NDArray
+
+Floats: TypeAlias = "NDArray[np.float64]"
+Ints: TypeAlias = "NDArray[np.int64]"
 Function = TypeVar("Function", bound=Callable[..., float | None])
 Where = Literal["summary", "table", "terminal", "wide", "headline", "compare", "curves"]
 
@@ -163,7 +164,7 @@ def nested(values: Iterable[tuple[Metric, Any]]) -> dict[str, Any]:
 def of_scores(scores: Mapping[str, NDArray[Any]], labels: Ints | None = None) -> dict[str, Any]:
     """Inputs of metrics from an evaluation: the clients' scores [N] and labels [N]."""
     has = scores["samples"] > 0
-    known: dict[str, Any] = {**scores, "samples": scores["samples"].astype(np.int64), "clusters": labels}
+    known: dict[str, Any] = {**scores, "samples": scores["samples"].astype("int64"), "clusters": labels}
     return {name: known[name][has] if has.any() and known.get(name) is not None else None for name in _OF_SCORES}
 
 
@@ -208,7 +209,7 @@ def macro(values: Floats) -> float:
 
 def micro(values: Floats, samples: Ints) -> float:
     """The mean over clients, weighted by test samples."""
-    return float(np.average(values, weights=samples))
+    return float((values * samples).sum() / samples.sum())
 
 
 def _register_means(score: str, label: str, about: str, shown: tuple[Where, ...], **options: Any) -> None:
@@ -228,6 +229,8 @@ _register_means("accuracy", "accuracy", "mean over clients, own test samples", E
 )
 def best_rounds(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Mean micro accuracy of the five best rounds, as FedDSMIC reports it."""
+    import numpy as np
+
     seen = [row["accuracy"]["micro"] for row in rows if row.get("accuracy")]
     return float(np.sort(seen)[::-1][:BEST_ROUNDS].mean()) if seen else None
 
@@ -245,7 +248,7 @@ _fairness = partial(register_metric, format=PERCENT, line="fairness")
 )
 def bottom_clients(accuracy: Floats) -> float:
     """Mean accuracy of the five worst clients."""
-    return float(np.sort(accuracy)[:BOTTOM_CLIENTS].mean())
+    return _worst(accuracy, BOTTOM_CLIENTS)
 
 
 @_fairness(
@@ -253,7 +256,14 @@ def bottom_clients(accuracy: Floats) -> float:
 )
 def worst_tenth(accuracy: Floats) -> float:
     """Mean accuracy of the worst tenth of the clients."""
-    return float(np.sort(accuracy)[: max(1, round(0.1 * len(accuracy)))].mean())
+    return _worst(accuracy, max(1, round(0.1 * len(accuracy))))
+
+
+def _worst(values: Floats, count: int) -> float:
+    """The mean of the smallest values."""
+    import numpy as np
+
+    return float(np.sort(values)[:count].mean())
 
 
 _WIDE: tuple[Where, ...] = ("summary", "table", "wide", "headline", "compare", "curves")
@@ -271,20 +281,33 @@ _agreement = partial(register_metric, line="true groups", panel="churn")
 def ari(labels: Ints, groups: Ints) -> float:
     """Adjusted Rand index (Hubert and Arabie 1985).
 
+    >>> import numpy as np
     >>> ari(np.array([0, 0, 1, 1]), np.array([5, 5, 2, 2]))
     1.0
     """
-    from sklearn.metrics import adjusted_rand_score
-
-    return min(1.0, float(adjusted_rand_score(groups, labels)))  # rounding errors may exceed 1
+    table = _together(labels, groups)
+    pairs, both = len(labels) * (len(labels) - 1), _pairs(table)  # ordered pairs of clients; those together in both
+    cluster, group = _pairs(table.sum(0)) - both, _pairs(table.sum(1)) - both  # together in one of them only
+    neither = pairs - both - cluster - group
+    if not cluster and not group:
+        return 1.0
+    expected = (both + group) * (group + neither) + (both + cluster) * (cluster + neither)
+    return 2 * (both * neither - cluster * group) / expected
 
 
 @_agreement("nmi", "NMI", "normalized mutual information of clusters and true groups", word="NMI", shown=("summary",))
 def nmi(labels: Ints, groups: Ints) -> float:
     """Mutual information over the mean of both entropies."""
-    from sklearn.metrics import normalized_mutual_info_score
+    import numpy as np
 
-    return min(1.0, float(normalized_mutual_info_score(groups, labels)))
+    shares = _together(labels, groups) / len(labels)
+    if shares.size == 1:
+        return 1.0
+    clusters, kinds = shares.sum(0), shares.sum(1)
+    has = shares > 0
+    shared = float((shares[has] * np.log(shares[has] / np.outer(kinds, clusters)[has])).sum())
+    entropies = [-float((part * np.log(part)).sum()) for part in (clusters, kinds)]
+    return 0.0 if shared <= np.finfo(np.float64).eps else min(1.0, 2 * shared / sum(entropies))  # rounding errors
 
 
 @_agreement(
@@ -292,9 +315,23 @@ def nmi(labels: Ints, groups: Ints) -> float:
 )
 def purity(labels: Ints, groups: Ints) -> float:
     """Share of clients that are in the largest true group of their cluster."""
-    from sklearn.metrics.cluster import contingency_matrix
+    return float(_together(labels, groups).max(0).sum() / len(labels))
 
-    return float(contingency_matrix(groups, labels).max(0).sum() / len(labels))
+
+def _together(labels: Ints, groups: Ints) -> Ints:
+    """Number of clients of each true group in each cluster. Not scikit-learn's: importing it takes half a second."""
+    import numpy as np
+
+    _, rows = np.unique(groups, return_inverse=True)
+    _, columns = np.unique(labels, return_inverse=True)
+    table: Ints = np.zeros((rows.max() + 1, columns.max() + 1), dtype=np.int64)
+    np.add.at(table, (rows, columns), 1)
+    return table
+
+
+def _pairs(counts: Ints) -> int:
+    """Ordered pairs within parts of these sizes."""
+    return int((counts * (counts - 1)).sum())
 
 
 @register_metric(
@@ -313,9 +350,12 @@ def churn(before: Ints, after: Ints) -> float:
 def quantiles(scores: Mapping[str, NDArray[Any]]) -> dict[str, list[float]]:
     """Quantiles of each score over the clients: 0.1, 0.25, 0.5, 0.75 and 0.9.
 
+    >>> import numpy as np
     >>> quantiles({"samples": np.ones(5), "accuracy": np.array([0.0, 0.25, 0.5, 0.75, 1.0])})
     {'accuracy': [0.1, 0.25, 0.5, 0.75, 0.9]}
     """
+    import numpy as np
+
     has = scores["samples"] > 0
     names = [name for name in SCORES if name in scores and has.any()]
     return {name: np.quantile(scores[name][has], QUANTILES).tolist() for name in names}
@@ -323,5 +363,7 @@ def quantiles(scores: Mapping[str, NDArray[Any]]) -> dict[str, list[float]]:
 
 def cluster_sizes(labels: Ints, num_clusters: int) -> list[int]:
     """Number of members of each cluster, empty clusters included."""
+    import numpy as np
+
     sizes: list[int] = np.bincount(labels[labels >= 0], minlength=num_clusters).tolist()
     return sizes

@@ -1,6 +1,6 @@
 """Processes for several runs at a time. Imports no torch, so that a server of processes can start at once.
 
-On Linux one server process imports torch and scikit-learn, and every other process is a copy of it: importing takes
+On Linux one server process imports torch and the engines, and every other process is a copy of it: importing takes
 seconds, copying does not. It runs no kernels and opens no GPU, so copies are safe. Elsewhere each process imports.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 
 _HAS_SERVER = sys.platform == "linux"
-_IMPORTED = ("coterie.runs.batch", "torch._dynamo", "sklearn.cluster", "sklearn.datasets", "sklearn.metrics")
+_IMPORTED = ("coterie.runs.batch",)
 
 
 def context() -> BaseContext:

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.data.federation import name_groups
 from coterie.errors import RunError
 from coterie.runs import checks
 from coterie.runs.checks import Floats, Ints
-from coterie.runs.folder import RunFolder
+from coterie.runs.files import Files
 from coterie.runs.metrics import METRICS
 
 if TYPE_CHECKING:
@@ -126,6 +125,8 @@ class RunData:
 
     def group_names(self) -> list[str]:
         """Names of the true groups, in order of their numbers."""
+        from coterie.data.federation import name_groups  # imports torch
+
         return [] if self.groups is None else list(name_groups(self.names, self.groups.tolist()).values())
 
     def group_positions(self) -> Ints | None:
@@ -145,7 +146,7 @@ def as_run(source: Any) -> RunData:
         return source
     if isinstance(source, (str, Path)):
         return read_run(Path(source))
-    if isinstance(source, RunFolder):
+    if isinstance(source, Files):
         return read_run(source.path)
     if hasattr(type(source), "record"):  # a Result; checked on its type, because making the record takes a while
         return of_result(source)
@@ -154,7 +155,7 @@ def as_run(source: Any) -> RunData:
 
 def read_run(path: Path, within: Path | None = None, *, whole: bool = True) -> RunData:
     """Read a run folder. `within`: refuse links out of that folder; `whole=False`: skip what only pictures need."""
-    files = RunFolder(path, within)
+    files = Files(path, within)
     config = {key: value for key, value in files.config().items() if isinstance(value, dict)}
     rows, summary = files.rows(), files.summary()
     environment = files.read_object("environment.json") or {}

@@ -32,6 +32,7 @@ class NpzFile(Source):
 
     key: ClassVar[str] = "npz"
     summary: ClassVar[str] = "your own .npz file: arrays x, y and optionally user, group, is_train"
+    is_fixed: ClassVar[bool] = True
 
     path: str = setting("", "path of the .npz file")
 

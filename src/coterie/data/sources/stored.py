@@ -59,6 +59,7 @@ class Found(NamedTuple):
 class StoredSource(Source):
     """A source in the data folder; subclasses find and read its original format."""
 
+    is_fixed: ClassVar[bool] = True
     classes: ClassVar[int]
     original: ClassVar[str]  # describes the original files, for errors
     folders: ClassVar[tuple[str, ...]] = ()  # folders used by other tools, besides `key`
