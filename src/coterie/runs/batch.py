@@ -24,7 +24,7 @@ import torch
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation
 from coterie.engines.base import resolve_device
-from coterie.engines.settings import EngineSettings
+from coterie.engines.settings import settings_class
 from coterie.errors import CoterieError, Interrupted, RunError
 from coterie.runs.execution import execute
 from coterie.runs.experiment import Experiment, resolve
@@ -125,8 +125,9 @@ def check_cases(cases: Sequence[Case], loader: Loader) -> None:
             if case.data_key not in seen:
                 seen.add(case.data_key)
                 resolve_device(case.experiment.device)
-                if case.experiment.engine != "flower":  # whose nodes have settings of their own
-                    build(EngineSettings, case.experiment.engine_settings, "engine")
+                known = settings_class(case.experiment.engine)
+                if known is not None:
+                    build(known, case.experiment.engine_settings, "engine")
                 replace(case.experiment, data=federation).task()
         except CoterieError as error:
             if SITUATION not in dict(case.labels):
