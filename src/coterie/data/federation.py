@@ -164,12 +164,21 @@ class Federation:
     def share(self, clients: Sequence[int] | Tensor) -> Federation:
         """As `select`, with the samples of these clients only; without the server's samples. For another process."""
         chosen = self.select(clients)
-        splits = {name: chosen.split(name) for name in SPLITS}
-        rows = torch.cat([split.index for split in splits.values()]).unique()  # sorted
-        moved = {name: replace(split, index=torch.searchsorted(rows, split.index)) for name, split in splits.items()}
-        ids = rows if self.sample_ids is None else self.sample_ids[rows]
+        rows = torch.cat([chosen.split(name).index for name in SPLITS]).unique()  # sorted
+
+        def moved(split: Split) -> Split:
+            return replace(split, index=torch.searchsorted(rows, split.index))
+
         return replace(
-            chosen, x=self.x[rows], y=self.y[rows], **moved, reserved=None, reserved_view=None, sample_ids=ids
+            chosen,
+            x=self.x[rows],
+            y=self.y[rows],
+            train=moved(chosen.train),
+            valid=moved(chosen.valid),
+            test=moved(chosen.test),
+            reserved=None,
+            reserved_view=None,
+            sample_ids=rows if self.sample_ids is None else self.sample_ids[rows],
         )
 
     def digest(self) -> str:

@@ -43,7 +43,10 @@ class RaySettings(EngineSettings):
     """How the workers of engine ray compute, and where they run."""
 
     workers: int | None = setting(
-        None, "Ray workers, each with its part of the clients", ge=1, default_is="one for each GPU, or else each machine"
+        None,
+        "Ray workers, each with its part of the clients",
+        ge=1,
+        default_is="one for each GPU, or else each machine",
     )
     cpus: int | None = setting(
         None, "CPU cores of each Ray worker", ge=1, default_is="the cores divided by the workers"

@@ -9,6 +9,7 @@ was last collected, which is at least as recent as the last checkpoint.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -76,6 +77,9 @@ class RayEngine(Engine):
         self.federation = federation
         self._place = connect(chosen, device, federation.x.nbytes + federation.y.nbytes)
         self._place = replace(self._place, workers=min(self._place.workers, len(federation)))
+        here = ray.util.get_node_ip_address()
+        if chosen.address is None and not ipaddress.ip_address(here).is_loopback:
+            self.notes.append(f"Ray was in use before the engine started it, and listens on {here}, not on loopback")
         self._settings = chosen
         # The workers' own setting of that name is the number of threads.
         inner = {name: value for name, value in values_of(chosen).items() if name in fields_of(EngineSettings)}
