@@ -12,7 +12,7 @@ import typer
 from coterie.cli.flags import JsonFlag
 from coterie.cli.output import clock, stdout, table_of
 from coterie.client.settings import WorkSettings
-from coterie.engines.settings import EngineSettings
+from coterie.engines.settings import EngineSettings, RaySettings
 from coterie.errors import ConfigError, RunError, UnknownName
 from coterie.runs.settings import ClusterSettings, RunSettings, Schedule
 from coterie.settings import fields_of
@@ -80,8 +80,9 @@ def _settings() -> list[dict[str, Any]]:
             "default": field.default_is or field.default,
             "allowed": field.expected,
         }
-        for group in (RunSettings, ClusterSettings, Schedule, WorkSettings, EngineSettings)
+        for group in (RunSettings, ClusterSettings, Schedule, WorkSettings, EngineSettings, RaySettings)
         for field in fields_of(group).values()
+        if group is not RaySettings or field not in fields_of(EngineSettings).values()
     ]
 
 
