@@ -40,7 +40,7 @@ class RunSettings:
     loss: str = setting("cross_entropy", "loss: cross_entropy, mse or module:callable", flag=True)
     engine: str = setting(
         "vectorized",
-        "how clients run: loop is the reference, vectorized is fast, ray uses several GPUs or machines, flower sends messages",
+        "how clients run: loop (reference), vectorized (fast), ray (several GPUs or machines), flower (messages)",
         flag=True,
         choices=ENGINES,
     )
