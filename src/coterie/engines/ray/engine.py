@@ -79,7 +79,7 @@ class RayEngine(Engine):
         self._place = replace(self._place, workers=min(self._place.workers, len(federation)))
         here = ray.util.get_node_ip_address()
         if chosen.address is None and not ipaddress.ip_address(here).is_loopback:
-            self.notes.append(f"Ray was in use before the engine started it, and listens on {here}, not on loopback")
+            self.notes.append(f"Ray listens on {here}, not on loopback only")
         self._settings = chosen
         # The workers' own setting of that name is the number of threads.
         inner = {name: value for name, value in values_of(chosen).items() if name in fields_of(EngineSettings)}
