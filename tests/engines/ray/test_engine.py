@@ -12,7 +12,7 @@ import torch
 from coterie.client.steps import Answer, train
 from coterie.data.federation import Move
 from coterie.data.transforms import Noise, Rotate
-from coterie.errors import ConfigError, EngineError, Interrupted
+from coterie.errors import ConfigError, CoterieError, EngineError, Interrupted
 from coterie.methods.base import algorithms
 from coterie.randomness import Rng
 from coterie.runs.execution import execute, open_run
@@ -186,3 +186,18 @@ def test_ray_on_this_machine_listens_on_loopback_only():
 def test_more_workers_than_clients_are_refused():
     with pytest.raises(ConfigError, match="engine.workers=10 is more than the 9 clients"):
         trainer_of(setup_of(make("fedavg"), engine="ray", engine_settings={"workers": 10}))
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("cluster", "engine.address must be 'auto' or HOST:PORT. Got 'cluster' instead."),
+        ("127.0.0.1:9", "Ray cannot be reached at engine.address=127.0.0.1:9: .*; start a cluster with 'ray start"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_one_sentence(address, sentence):
+    import ray
+
+    ray.shutdown()
+    with pytest.raises(CoterieError, match=sentence):
+        trainer_of(setup_of(make("fedavg"), engine="ray", engine_settings={"address": address}))

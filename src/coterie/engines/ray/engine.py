@@ -112,7 +112,9 @@ class RayEngine(Engine):
                 try:
                     told = self._loaded(seat)
                 except (_Gone, GetTimeoutError) as error:
-                    raise EngineError(f"Ray worker {seat.number} did not start: {error}") from error
+                    late = f"no machine has had room for it in {_START:g} s; use fewer with --set engine.workers=N."
+                    reason = late if isinstance(error, GetTimeoutError) else error
+                    raise EngineError(f"Ray worker {seat.number} did not start: {reason}") from error
                 plan = plan or told["plan"]
             self._inner |= {key: plan[key] for key in ("plan", "piece", "memory", "precision")}
         return plan
