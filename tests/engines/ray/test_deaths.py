@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from coterie.engines.ray import require_ray
 from coterie.runs.experiment import merge, resolve
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Schedule
@@ -78,6 +79,7 @@ def test_every_worker_may_die_and_the_run_goes_on():
 
 @pytest.fixture
 def two_nodes():
+    require_ray(None)
     import ray
     from ray.cluster_utils import Cluster
 
