@@ -80,7 +80,6 @@ class RayEngine(Engine):
         here = ray.util.get_node_ip_address()
         if chosen.address is None and not ipaddress.ip_address(here).is_loopback:
             self.notes.append(f"Ray listens on {here}, not on loopback only")
-        self._settings = chosen
         # The workers' own setting of that name is the number of threads.
         inner = {name: value for name, value in values_of(chosen).items() if name in fields_of(EngineSettings)}
         self._inner = inner | {"workers": self._place.cpus}
