@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: help setup demo pictures test test-slow test-browser test-flower test-gpu index golden bench bench-check bench-peers check format clean
+.PHONY: help setup demo pictures test test-slow test-browser test-flower test-ray test-gpu index golden bench bench-check bench-peers check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -53,6 +53,10 @@ test-flower: $(READY)  ## run real Flower processes on loopback (installs Flower
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[flower]'
 	$(BIN)/python -m pytest -q tests/flower src/coterie/engines/flower src/coterie/deploy
 	$(BIN)/python -m pytest -q -m 'flower' tests/flower
+
+test-ray: $(READY)  ## run real Ray workers on loopback, some of which are killed (installs Ray into .venv)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pytest -q -m 'ray' tests/engines/ray
 
 test-gpu: $(READY)  ## run the tests that require a GPU (skipped without one)
 	$(BIN)/python -m pytest -q -m 'gpu'

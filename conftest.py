@@ -1,14 +1,10 @@
-"""What is collected: code over Flower only where Flower is installed (`make test-flower` installs it)."""
+"""What is collected: code over Flower or Ray only where it is installed (`make test-flower`, `make test-ray`)."""
 
 from importlib.util import find_spec
 
-collect_ignore_glob = (
-    []
-    if find_spec("flwr")
-    else [
-        "src/coterie/engines/flower/*",
-        "src/coterie/deploy/*",
-        "tests/flower/fakes.py",
-        "tests/flower/sites.py",
-    ]
-)
+_NEEDS = {
+    "flwr": ["src/coterie/engines/flower/*", "src/coterie/deploy/*", "tests/flower/fakes.py", "tests/flower/sites.py"],
+    "ray": ["src/coterie/engines/ray/cluster.py", "src/coterie/engines/ray/engine.py"],
+}
+
+collect_ignore_glob = [path for package, paths in _NEEDS.items() if not find_spec(package) for path in paths]

@@ -13,7 +13,7 @@ from coterie.client.work import WORK as LOCAL_WORK
 from coterie.data.dataset import presets, source_class
 from coterie.data.federation import Federation, Split
 from coterie.data.scenario import Common, parts
-from coterie.engines.in_process import EngineSettings
+from coterie.engines.settings import EngineSettings, RaySettings
 from coterie.errors import ConfigError, Interrupted
 from coterie.methods.base import Algorithm, algorithms
 from coterie.nets.registry import models
@@ -212,6 +212,7 @@ SETTINGS = [
     *dict.fromkeys(source_class(preset.source) for preset in presets().values()),
     Common,
     EngineSettings,
+    RaySettings,
     Schedule,
 ]
 

@@ -14,7 +14,7 @@ from coterie.cli.flags import JsonFlag
 from coterie.cli.index import INDEXED, Things, registered
 from coterie.cli.output import clock, stdout, table_of
 from coterie.client.settings import WorkSettings
-from coterie.engines.settings import EngineSettings
+from coterie.engines.settings import EngineSettings, RaySettings
 from coterie.errors import ConfigError, RunError, UnknownName
 from coterie.runs.settings import ClusterSettings, RunSettings, Schedule
 from coterie.settings import fields_of
@@ -36,8 +36,9 @@ def _settings() -> Things:
             "default": field.default_is or field.default,
             "allowed": field.expected,
         }
-        for group in (RunSettings, ClusterSettings, Schedule, WorkSettings, EngineSettings)
+        for group in (RunSettings, ClusterSettings, Schedule, WorkSettings, EngineSettings, RaySettings)
         for field in fields_of(group).values()
+        if group is not RaySettings or field not in fields_of(EngineSettings).values()
     ]
 
 

@@ -41,6 +41,7 @@ class DeviceData:
         self.federation = federation
         self.x = federation.x.to(device)
         self.y = federation.y.to(device, dtype if federation.y.is_floating_point() else None)
+        self._ids = None if federation.sample_ids is None else federation.sample_ids.to(device)
         self.device, self.dtype = device, dtype
         names: tuple[SplitName, ...] = ("train", "valid", "test")
         self._index = {name: federation.split(name).index.to(device) for name in names}
@@ -63,7 +64,8 @@ class DeviceData:
             if not transforms:
                 continue
             who = slice(None) if len(present) == 1 else (view == number).nonzero().flatten().to(self.device)
-            seen_x, seen_y = apply_view(transforms, x[who].flatten(0, 1), y[who].flatten(0, 1), rows[who].flatten())
+            known = rows[who].flatten() if self._ids is None else self._ids[rows[who].flatten()]
+            seen_x, seen_y = apply_view(transforms, x[who].flatten(0, 1), y[who].flatten(0, 1), known)
             x[who] = seen_x.reshape(-1, *x.shape[1:])
             y[who] = seen_y.reshape(-1, *y.shape[1:])
         return x, y

@@ -86,6 +86,7 @@ class Federation:
     reserved: Tensor | None = None  # int64 [R] rows that only the server has
     reserved_view: Tensor | None = None  # int64 [R] the view of each reserved row
     repeats: bool = False  # whether several clients of one group may hold the same sample
+    sample_ids: Tensor | None = None  # int64 [S] by which random transforms know a sample; None: its row
 
     def __len__(self) -> int:
         return len(self.names)
@@ -106,7 +107,8 @@ class Federation:
         """Inputs and labels of one client, scaled and seen through its view."""
         rows = self.split(split).rows(client)
         view = self.views[int(self.view_of(torch.tensor([client]))[0])]
-        return apply_view(view, (self.x[rows].float() - self.mean) / self.std, self.y[rows], rows)
+        x = (self.x[rows].float() - self.mean) / self.std
+        return apply_view(view, x, self.y[rows], rows if self.sample_ids is None else self.sample_ids[rows])
 
     def at(self, round: int) -> Federation:
         """The federation in that round: clients that drift have their current view and group."""
@@ -159,6 +161,26 @@ class Federation:
             moves=tuple(Move(m.round, m.view[ids], m.groups[ids]) for m in self.moves),
         )
 
+    def share(self, clients: Sequence[int] | Tensor) -> Federation:
+        """As `select`, with the samples of these clients only; without the server's samples. For another process."""
+        chosen = self.select(clients)
+        rows = torch.cat([chosen.split(name).index for name in SPLITS]).unique()  # sorted
+
+        def moved(split: Split) -> Split:
+            return replace(split, index=torch.searchsorted(rows, split.index))
+
+        return replace(
+            chosen,
+            x=self.x[rows],
+            y=self.y[rows],
+            train=moved(chosen.train),
+            valid=moved(chosen.valid),
+            test=moved(chosen.test),
+            reserved=None,
+            reserved_view=None,
+            sample_ids=rows if self.sample_ids is None else self.sample_ids[rows],
+        )
+
     def digest(self) -> str:
         """Hash of the data: changes with any sample, label, shard, view or client."""
         total = hashlib.blake2b(digest_size=16)
@@ -169,7 +191,7 @@ class Federation:
             tensors += [split.index, split.offsets, split.shard]
         for move in self.moves:
             tensors += [move.view, move.groups]
-        tensors += [t for t in (self.reserved, self.reserved_view) if t is not None]
+        tensors += [t for t in (self.reserved, self.reserved_view, self.sample_ids) if t is not None]
         for tensor in tensors:
             array = np.ascontiguousarray(tensor.numpy())
             total.update(f"{array.dtype}{array.shape}".encode())

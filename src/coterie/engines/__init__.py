@@ -1,4 +1,6 @@
-"""Engines: `loop` (the reference), `vectorized` (the fast one), `flower` (Flower nodes), `mock` (for tests)."""
+"""Engines: `loop` (the reference), `vectorized` (the fast one), `ray` (the fast one on several GPUs or machines),
+`flower` (Flower nodes), `mock` (for tests).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ if TYPE_CHECKING:  # the engines' names are needed where torch is not
     from coterie.data.federation import Federation
     from coterie.engines.base import Engine
 
-ENGINES = ("loop", "vectorized", "flower")
+ENGINES = ("loop", "vectorized", "ray", "flower")
 
 
 def make_engine(
@@ -26,6 +28,13 @@ def make_engine(
         from coterie.engines.vectorized import VectorizedEngine
 
         return VectorizedEngine(task, federation, device=device, settings=settings)
+    if name == "ray":
+        from coterie.engines.ray import require_ray
+
+        require_ray((settings or {}).get("address"))
+        from coterie.engines.ray.engine import RayEngine
+
+        return RayEngine(task, federation, device=device, settings=settings)
     if name == "flower":
         from coterie.engines.flower import require_flower
 

@@ -36,3 +36,26 @@ class EngineSettings:
     chunk: int | None = setting(None, "clients held in memory at a time", ge=1, default_is="what fits in memory")
     piece: int | None = setting(None, "clients per stack on a CPU", ge=1, default_is="what fits in the cache")
     workers: int | None = setting(None, "stacks computed in parallel on a CPU", ge=1, default_is="torch's threads")
+
+
+@dataclass(frozen=True)
+class RaySettings(EngineSettings):
+    """How the workers of engine ray compute, and where they run."""
+
+    workers: int | None = setting(
+        None,
+        "Ray workers, each with its part of the clients",
+        ge=1,
+        default_is="one for each GPU, or else each machine",
+    )
+    cpus: int | None = setting(
+        None, "CPU cores of each Ray worker", ge=1, default_is="the cores divided by the workers"
+    )
+    address: str | None = setting(
+        None, "the running Ray cluster to use: auto, or HOST:PORT", default_is="none; Ray starts on this machine"
+    )
+
+
+def settings_class(engine: str) -> type[EngineSettings] | None:
+    """The settings of an engine; None for flower, whose settings are declared with it."""
+    return {"loop": EngineSettings, "vectorized": EngineSettings, "ray": RaySettings}.get(engine)

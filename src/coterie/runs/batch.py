@@ -30,7 +30,7 @@ from coterie.data.federation import Federation
 from coterie.data.shared import map_samples, save_samples
 from coterie.engines.base import resolve_device
 from coterie.engines.cache import alone
-from coterie.engines.settings import EngineSettings
+from coterie.engines.settings import settings_class
 from coterie.errors import CoterieError, Interrupted, RunError
 from coterie.runs.execution import execute
 from coterie.runs.experiment import Experiment, resolve
@@ -161,8 +161,9 @@ def check_cases(cases: Sequence[Case], loader: Loader) -> None:
             if case.data_key not in seen:
                 seen.add(case.data_key)
                 resolve_device(case.experiment.device)
-                if case.experiment.engine != "flower":  # whose nodes have settings of their own
-                    build(EngineSettings, case.experiment.engine_settings, "engine")
+                known = settings_class(case.experiment.engine)
+                if known is not None:
+                    build(known, case.experiment.engine_settings, "engine")
                 replace(case.experiment, data=federation).task()
         except CoterieError as error:
             if SITUATION not in dict(case.labels):

@@ -25,7 +25,7 @@ from coterie.runs.result import Result
 from coterie.settings import check
 from coterie.version import VERSION
 
-_KEPT = ("chunk", "memory", "precision", "plan", "piece", "workers")  # of the plan, by a resumed run
+_KEPT = ("chunk", "memory", "precision", "plan", "piece", "workers", "cpus")  # of the plan, by a resumed run
 
 
 def execute(
@@ -68,7 +68,7 @@ def _train(
     if before is not None and folder is not None and before["digest"] != digest:
         raise RunError(f"The data of {folder.path} has changed since the run began; it cannot be resumed.")
     # A resumed run takes the plan it began with, so that sums are taken in the same order.
-    plan = before["plan"] if before is not None and experiment.engine == "vectorized" else {}
+    plan = before["plan"] if before is not None and experiment.engine in ("vectorized", "ray") else {}
     chosen = {key: plan[key] for key in _KEPT if key in plan}
     federation, held_out = participants(experiment)
     engine_settings = chosen | experiment.engine_settings
@@ -161,8 +161,10 @@ def open_run(path: str | Path) -> Result:
     if checkpoint is None or checkpoint.round != summary["rounds"]:
         raise CheckpointError(" ".join([f"The last checkpoint of {path} is missing or damaged.", *problems[:1]]))
     federation, held_out = participants(experiment)
-    settings = {"precision": before["plan"]["precision"]} | experiment.engine_settings
-    engine = make_engine(experiment.engine, experiment.task(), federation, experiment.device, settings)
+    settings = {"precision": before["plan"]["precision"]}
+    is_here = experiment.engine != "ray"  # to look at a finished run, no workers are started
+    name, settings = (experiment.engine, settings | experiment.engine_settings) if is_here else ("vectorized", settings)
+    engine = make_engine(name, experiment.task(), federation, experiment.device, settings)
     trainer = Trainer(experiment.algorithm, engine, federation, experiment.schedule, folder)
     trainer.load(checkpoint)
     return Result(trainer, summary, held_out)

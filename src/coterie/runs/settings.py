@@ -38,7 +38,12 @@ class RunSettings:
     clients: int | None = setting(None, "number of clients", ge=1, flag=True, default_is=_OWN)
     model: str | None = setting(None, "named network, or module:callable", flag=True, default_is=_OWN)
     loss: str = setting("cross_entropy", "loss: cross_entropy, mse or module:callable", flag=True)
-    engine: str = setting("vectorized", "how clients are simulated", flag=True, choices=ENGINES)
+    engine: str = setting(
+        "vectorized",
+        "how clients run: loop (reference), vectorized (fast), ray (several GPUs or machines), flower (messages)",
+        flag=True,
+        choices=ENGINES,
+    )
     device: str = setting("auto", "device to train on: auto, cpu or cuda", flag=True)
     data_dir: str | None = setting(
         None, "folder of the stored datasets", flag=True, default_is="COTERIE_DATA, or ~/.cache/coterie"
