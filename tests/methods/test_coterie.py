@@ -759,7 +759,7 @@ def with_a_third_kind(small):
 
 @pytest.mark.parametrize(("small", "looks"), [(0.0, [2, 20]), (2.4, [2, 8, 20])])
 def test_a_difference_that_is_almost_clear_is_looked_at_again(small, looks, monkeypatch):
-    """Doubt is z of the last pair that was merged within a kind; from three quarters of what is clear, there is a second look."""
+    """Doubt is z of the last pair that was merged within a kind; from 3/4 of what is clear, there is a second look."""
     seen, signed_in = [], []
 
     def spy(*asked):
