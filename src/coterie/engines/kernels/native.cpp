@@ -194,7 +194,10 @@ static inline void outer_tile(i64 m, i64 n, i64 depth, const real* a, i64 down, 
       for (int j = 0; j < N; j++) acc[i][j] += l * r[j];
     }
   }
+  // Unrolled, or the sums would leave their registers.
+#pragma GCC unroll 8
   for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
     for (int j = 0; j < N; j++) result(m + i, n + j * V, acc[i][j]);
 }
 
@@ -218,7 +221,7 @@ static void outer(i64 rows, i64 columns, i64 depth, const real* a, i64 down, i64
 template <class B, class Result>
 static void outer_by_rows(i64 rows, i64 columns, i64 depth, const real* a, i64 down, i64 along, B b, Result result) {
   for (i64 m = 0; m < rows; m += MR) {
-    auto there = [&](i64 i, i64 n, vec v) { result(m + i, n, v); };
+    auto there = [=](i64 i, i64 n, vec v) { result(m + i, n, v); };
     outer(std::min<i64>(MR, rows - m), columns, depth, a + m * down, down, along, b, there);
   }
 }
@@ -377,6 +380,29 @@ struct Step {
       store(speed + place, g);
     }
     store(weights + place, w - lr * g);
+  }
+};
+
+// The same for the rows of a matrix, without a pull or a correction, and without asking for them at each number.
+template <bool Momentum> struct Descent {
+  real *weights, *speed;
+  i64 row;  // length
+  real lr, momentum, decay;
+
+  Descent(const Step& step, i64 first, i64 row)
+      : weights(step.weights + first), speed(Momentum ? step.speed + first : nullptr), row(row), lr(step.lr),
+        momentum(step.momentum), decay(step.decay) {}
+
+  void operator()(i64 m, i64 n, vec g) const {
+    real* here = weights + m * row + n;
+    vec w = load(here);
+    g += decay * w;
+    if (Momentum) {
+      real* fast = speed + m * row + n;
+      g += momentum * load(fast);
+      store(fast, g);
+    }
+    store(here, w - lr * g);
   }
 };
 
@@ -707,8 +733,15 @@ struct Client {
         outer(count, row, l.out_channels, delta, width, 1, Strided{w + slot.at, row},
               [=](i64 m, i64 n, vec v) { store(below + m * width + n, v); });
       }
-      outer_by_rows(l.out_channels, row, count, delta, 1, width, Scattered{inputs[i - net.split].data()},
-            [&](i64 m, i64 n, vec v) { step.at(slot.at + m * row + n, v); });
+      Scattered x{inputs[i - net.split].data()};
+      if (step.gradient || step.anchor || step.extra) {
+        outer_by_rows(l.out_channels, row, count, delta, 1, width, x,
+                      [=, &step](i64 m, i64 n, vec v) { step.at(slot.at + m * row + n, v); });
+      } else if (step.speed) {
+        outer_by_rows(l.out_channels, row, count, delta, 1, width, x, Descent<true>(step, slot.at, row));
+      } else {
+        outer_by_rows(l.out_channels, row, count, delta, 1, width, x, Descent<false>(step, slot.at, row));
+      }
       if (l.bias >= 0) {
         i64 at = net.slots[l.bias].at;
         for (i64 n = 0; n < whole(l.out_channels); n += V) {
