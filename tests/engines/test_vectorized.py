@@ -27,6 +27,35 @@ def with_norm_and_dropout() -> nn.Module:
     )
 
 
+class OverText(nn.Module):
+    """A layer over sequences of 16 tokens, made from the numbers of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.over(self.table((4 * x.flatten(1)).long() % 9)))
+
+
+class Recurrent(OverText):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(4, 4, 2, batch_first=True, dropout=0.3)
+
+    def over(self, h):
+        return self.layer(h)[0][:, -1]
+
+
+class Attending(OverText):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True)
+
+    def over(self, h):
+        return self.layer(h).mean(1)
+
+
 class ByValue(nn.Module):
     """Control flow that depends on values: vmap cannot follow."""
 
@@ -78,6 +107,26 @@ def test_batch_norm_and_dropout_equal_the_loop(work, chunk):
     assert_same(made[0].engine.memory_tensors(), made[1].engine.memory_tensors(), exact=False, tolerance=1e-9)
     buffers = made[0].engine.memory_tensors()["value.model"][:, -24:]
     assert not torch.equal(buffers[0], buffers[1])  # statistics are trained and differ between clients
+
+
+@pytest.mark.parametrize("network", [Recurrent, Attending])
+def test_layers_over_sequences_equal_the_loop(network):
+    made = []
+    for engine, settings in (("loop", {}), ("vectorized", {"plan": "stacked"})):
+        setup = setup_of(
+            Local(),
+            model=network,
+            model_settings={},
+            engine=engine,
+            work=SGD(lr=0.5, epochs=2, batch_size=5, momentum=0.9),
+            engine_settings={"precision": "float64", **settings},
+        )
+        made.append(finished(setup))
+    assert made[1].engine.describe()["plan"] == "stacked"
+    assert not [note for note in made[1].engine.notes if "cannot be stacked" in note]
+    assert_same(made[0].engine.memory_tensors(), made[1].engine.memory_tensors(), exact=False, tolerance=1e-9)
+    models = made[0].engine.memory_tensors()["value.model"]
+    assert float((models - made[0].engine.initial()).abs().max()) > 0.1  # they have learned something
 
 
 def test_batch_norm_statistics_are_averaged_and_counters_are_not():

@@ -12,6 +12,7 @@ from torch import Tensor
 from coterie.engines.kernels.layers import LayerKernel
 from coterie.engines.kernels.native import NativeKernel, NotNative
 from coterie.nets.flat import Network, cross_entropy
+from coterie.nets.sequences import unfused
 from coterie.randomness import Rng
 
 Outputs = Callable[[Tensor, Tensor], Tensor]
@@ -27,8 +28,8 @@ class Forward:
 
     def __init__(self, network: Network, input_shape: Sequence[int], *, stacked: bool | None = None) -> None:
         self.network = network
-        self._own = torch.func.vmap(network, in_dims=(0, 0))
-        self._same = torch.func.vmap(network, in_dims=(0, None))
+        self._own = unfused()(torch.func.vmap(network, in_dims=(0, 0)))
+        self._same = unfused()(torch.func.vmap(network, in_dims=(0, None)))
         self.differentiable = True  # whether outputs have a gradient with respect to the inputs
         self.reason = self._why_not_stacked(tuple(input_shape)) if stacked is None else None
         self.stacked = self.reason is None if stacked is None else stacked

@@ -92,10 +92,11 @@ class FedDS(CenterMethod[CenterState]):
     def divergences(self, params: Tensor, centers: Tensor, engine: Engine) -> Tensor:
         """Eq. 6: KL divergence of each model [c, P] from each center, summed over the indicator samples: [c, K]."""
         own = self.log_probabilities(params, engine)
-        columns = []
-        for center in centers:
-            one, other = (own, center) if self.kl == "client" else (center.expand_as(own), own)
-            columns.append((one.exp() * (one - other)).sum((1, 2)))
+        if self.kl == "client":
+            shares = own.exp()  # [c, R, L]
+            columns = [(shares * (own - center)).sum((1, 2)) for center in centers]
+        else:
+            columns = [(center.exp() * (center - own)).sum((1, 2)) for center in centers]
         return torch.stack(columns, dim=1)
 
 

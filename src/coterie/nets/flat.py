@@ -4,8 +4,9 @@ A model is one float vector [P]: trained parameters first, then float buffers (B
 names the slices. Integer buffers are not part of it and are never averaged. Frozen parameters (requires_grad=False) are
 not part of it either: they are constants of the module, which every side creates from the seed.
 
-Two kinds of layer need care when c clients are computed together, and are replaced by our own:
-BatchNorm must not see the padded rows of a partial batch, and dropout must be keyed by client and step.
+Some kinds of layer need care when c clients are computed together, and are replaced by our own: BatchNorm must not see
+the padded rows of a partial batch, dropout must be keyed by client and step, and recurrent layers and attention must be
+possible in stacks (`coterie.nets.sequences`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.errors import ModelError
+from coterie.nets.sequences import KEPT_BY_STEP, Surroundings, prepare
 from coterie.randomness import bits, mix
 
 Tensors = dict[str, Tensor]
@@ -124,7 +126,19 @@ class _Context:
     mask: Tensor | None = None  # [B], 1 for a real row
     key: Tensor | None = None  # scalar int64
     draws: int = 0  # dropout layers passed so far: a layer that is used twice draws twice
-    alone: bool = False  # one model outside vmap: torch's own BatchNorm can be used
+    alone: bool = False  # one model outside vmap: torch's own kernels can be used
+
+    def drop(self, x: Tensor, p: float, axes: int | None = None) -> Tensor:
+        """Drop entries of [B, ...], alike along the axes from `axes` on: a hash of client, step, place and entry."""
+        if p == 0 or self.key is None:
+            return x
+        shape = x.shape[:axes]
+        self.draws += 1
+        hashes = bits(mix(self.key + self.draws), math.prod(shape)).reshape(shape)
+        # 53 random bits against p: the same on every device and in every precision.
+        keep = ((hashes >> 11) & ((1 << 53) - 1)) >= int(p * 2**53)
+        keep = keep.reshape(*shape, *[1] * (x.dim() - len(shape)))
+        return x * keep / (1 - p) if p < 1 else x * 0
 
 
 class Network:
@@ -177,7 +191,9 @@ class Network:
 
     def activation_size(self, x: Tensor) -> int:
         """Number of activations of one sample, to estimate memory."""
-        return sum(output.numel() for _, output in self._layer_outputs(x)) + x[:1].numel()
+        found = self._layer_outputs(x)
+        kept = sum(out.numel() * (KEPT_BY_STEP if isinstance(layer, nn.RNNBase) else 1) for layer, out in found)
+        return kept + x[:1].numel()
 
     def multiplications(self, x: Tensor) -> int | None:
         """Multiplications by weights in the forward pass of one sample, to estimate time; None: unknown layers."""
@@ -194,6 +210,7 @@ class Network:
         found: list[tuple[nn.Module, Tensor]] = []
 
         def keep(layer: nn.Module, _inputs: Any, output: Any) -> None:
+            output = output[0] if isinstance(layer, nn.RNNBase) else output
             if isinstance(output, Tensor):
                 found.append((layer, output))
 
@@ -227,7 +244,7 @@ def state_dict(module: nn.Module, flat: Tensor) -> dict[str, Tensor]:
 
 
 def _replace_layers(module: nn.Module, context: _Context, path: str, done: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Replace BatchNorm and dropout, keeping the names of their parameters and buffers.
+    """Replace BatchNorm, dropout and layers over sequences, keeping the names of their parameters and buffers.
 
     A layer may have several names; `done` maps it to one replacement.
     """
@@ -239,6 +256,7 @@ def _replace_layers(module: nn.Module, context: _Context, path: str, done: dict[
     elif isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in _CHANNEL_DROPOUT:
         done[module] = _KeyedDropout(module, context)
     else:
+        prepare(module, Surroundings(lambda: context.alone, context.drop))
         for name, child in module._modules.items():
             if child is not None:
                 setattr(module, name, _replace_layers(child, context, f"{path}.{name}", done))
@@ -325,16 +343,7 @@ class _KeyedDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop entries (or whole channels) of [B, ...] in train mode."""
-        key = self._context[0].key
-        if not self.training or self.p == 0 or key is None:
-            return x
-        shape = x.shape[:2] if self._channels else x.shape
-        self._context[0].draws += 1
-        hashes = bits(mix(key + self._context[0].draws), math.prod(shape)).reshape(shape)
-        # 53 random bits against p: the same on every device and in every precision.
-        keep = ((hashes >> 11) & ((1 << 53) - 1)) >= int(self.p * 2**53)
-        keep = keep.reshape(*shape, *[1] * (x.dim() - len(shape)))
-        return x * keep / (1 - self.p) if self.p < 1 else x * 0
+        return self._context[0].drop(x, self.p, 2 if self._channels else None) if self.training else x
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -103,18 +103,6 @@ def test_samples_that_do_not_lie_ready_are_put_in_order_for_some_clients_at_a_ti
     assert torch.allclose(trained(scarce, small_cnn, WORKS[work]), expected, rtol=1e-9, atol=1e-12)
 
 
-@has_compiler
-@pytest.mark.parametrize("samples", [1, 31, 300])
-def test_outputs_of_models_on_their_own_and_on_the_same_inputs(samples):
-    network = Network(small_cnn((1, 4, 4), 3), torch.float32, torch.device("cpu"))
-    kernel = NativeKernel.of(network, cross_entropy, (1, 4, 4), 2)
-    models = network.initial.repeat(3, 1) + torch.randn(3, network.layout.size) * 0.1
-    own, same = torch.randn(3, samples, 1, 4, 4), torch.randn(samples, 1, 4, 4)
-    for x in (own, same.expand(3, *same.shape)):
-        expected = torch.stack([network(network.layout.unpack(m), inputs) for m, inputs in zip(models, x, strict=True)])
-        assert torch.allclose(kernel.outputs(models, x), expected, rtol=1e-5, atol=1e-6)
-
-
 # ---- pseudo data: many samples, one model ----
 
 
@@ -153,6 +141,17 @@ def many(build, shape=(1, 4, 4), models=3, dtype=torch.float64, threads=2):
     kernel = NativeKernel.of(network, cross_entropy, shape, threads)
     size = network.layout.size
     return kernel, network.initial.to(dtype) + 0.2 * torch.randn(models, size, dtype=dtype), network
+
+
+@has_compiler
+@pytest.mark.parametrize("model", NETWORKS)
+@pytest.mark.parametrize("samples", [1, 5, 31, 300])  # some fill no vector, some more than a piece of work
+def test_outputs_of_models_on_their_own_and_on_the_same_inputs(model, samples):
+    kernel, models, network = many(model)
+    own = torch.randn(3, samples, 1, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for x in (own, own[0].expand(3, *own[0].shape)):
+        expected = torch.stack([network(network.layout.unpack(m), inputs) for m, inputs in zip(models, x, strict=True)])
+        assert torch.allclose(kernel.outputs(models, x), expected, rtol=1e-9, atol=1e-12)
 
 
 RATES = (torch.linspace(2, 5, 6, dtype=torch.float64), torch.linspace(1e-3, 1e-2, 6, dtype=torch.float64))

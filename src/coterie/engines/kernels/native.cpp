@@ -108,6 +108,21 @@ template <int Count> static inline vec sums(vec* v) {
   }
 }
 
+// V rows of V numbers become V columns: each round deals two halves like cards.
+static inline void turn(vec* v) {
+#pragma GCC unroll 4
+  for (int round = 1; round < V; round *= 2) {
+    vec dealt[V];
+#pragma GCC unroll 8
+    for (int i = 0; i < V / 2; i++) {
+      dealt[2 * i] = PICK(v[i], v[i + V / 2], LOW);
+      dealt[2 * i + 1] = PICK(v[i], v[i + V / 2], HIGH);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < V; i++) v[i] = dealt[i];
+  }
+}
+
 // ---- products ----
 
 // Keeps a number in its register: compilers would rather load it again for each use.
@@ -179,7 +194,10 @@ static inline void outer_tile(i64 m, i64 n, i64 depth, const real* a, i64 down, 
       for (int j = 0; j < N; j++) acc[i][j] += l * r[j];
     }
   }
+  // Unrolled, or the sums would leave their registers.
+#pragma GCC unroll 8
   for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
     for (int j = 0; j < N; j++) result(m + i, n + j * V, acc[i][j]);
 }
 
@@ -203,7 +221,7 @@ static void outer(i64 rows, i64 columns, i64 depth, const real* a, i64 down, i64
 template <class B, class Result>
 static void outer_by_rows(i64 rows, i64 columns, i64 depth, const real* a, i64 down, i64 along, B b, Result result) {
   for (i64 m = 0; m < rows; m += MR) {
-    auto there = [&](i64 i, i64 n, vec v) { result(m + i, n, v); };
+    auto there = [=](i64 i, i64 n, vec v) { result(m + i, n, v); };
     outer(std::min<i64>(MR, rows - m), columns, depth, a + m * down, down, along, b, there);
   }
 }
@@ -365,6 +383,29 @@ struct Step {
   }
 };
 
+// The same for the rows of a matrix, without a pull or a correction, and without asking for them at each number.
+template <bool Momentum> struct Descent {
+  real *weights, *speed;
+  i64 row;  // length
+  real lr, momentum, decay;
+
+  Descent(const Step& step, i64 first, i64 row)
+      : weights(step.weights + first), speed(Momentum ? step.speed + first : nullptr), row(row), lr(step.lr),
+        momentum(step.momentum), decay(step.decay) {}
+
+  void operator()(i64 m, i64 n, vec g) const {
+    real* here = weights + m * row + n;
+    vec w = load(here);
+    g += decay * w;
+    if (Momentum) {
+      real* fast = speed + m * row + n;
+      g += momentum * load(fast);
+      store(fast, g);
+    }
+    store(here, w - lr * g);
+  }
+};
+
 // ---- one client ----
 
 struct Client {
@@ -386,8 +427,10 @@ struct Client {
     framed = memory.take(14, net.frame);
     one = memory.take(3, net.largest);
     vectors = memory.take(5, vector_layers * batch * net.width);
-    memset(vectors, 0, vector_layers * batch * net.width * sizeof(real));
-    memset(kept, 0, net.kept * batch * sizeof(real));
+    for (i64 b = 0; net.split && b < batch; b++) {  // dense layers read whole vectors, and picture layers no padding
+      i64 length = net.layers[net.split - 1].out_channels;
+      memset(flattened(b) + length, 0, (whole(length) - length) * sizeof(real));
+    }
     if (!net.split && net.sample % V) {  // samples with a rest are laid out in whole vectors
       laid = memory.take(13, batch * whole(net.sample));
       memset(laid, 0, batch * whole(net.sample) * sizeof(real));
@@ -617,12 +660,17 @@ struct Client {
 
   // Outputs of `count` samples are in inputs.back() after it.
   void forward(const real* w, i64 count) {
+    for (i64 b = 0; net.split && b < count; b++) picture(w, b);
+    forward_vectors(w, count);
+  }
+
+  real* flattened(i64 b) const { return kept + b * net.kept + net.out[net.split - 1]; }
+
+  // The layers after the pictures.
+  void forward_vectors(const real* w, i64 count) {
     i64 layers = net.layers.size();
     if (net.split) {
-      for (i64 b = 0; b < count; b++) {
-        picture(w, b);
-        inputs[0][b] = kept + b * net.kept + net.out[net.split - 1];
-      }
+      for (i64 b = 0; b < count; b++) inputs[0][b] = flattened(b);
     } else if (net.sample % V == 0) {
       for (i64 b = 0; b < count; b++) inputs[0][b] = rows[b];
     } else {
@@ -685,8 +733,15 @@ struct Client {
         outer(count, row, l.out_channels, delta, width, 1, Strided{w + slot.at, row},
               [=](i64 m, i64 n, vec v) { store(below + m * width + n, v); });
       }
-      outer_by_rows(l.out_channels, row, count, delta, 1, width, Scattered{inputs[i - net.split].data()},
-            [&](i64 m, i64 n, vec v) { step.at(slot.at + m * row + n, v); });
+      Scattered x{inputs[i - net.split].data()};
+      if (step.gradient || step.anchor || step.extra) {
+        outer_by_rows(l.out_channels, row, count, delta, 1, width, x,
+                      [=, &step](i64 m, i64 n, vec v) { step.at(slot.at + m * row + n, v); });
+      } else if (step.speed) {
+        outer_by_rows(l.out_channels, row, count, delta, 1, width, x, Descent<true>(step, slot.at, row));
+      } else {
+        outer_by_rows(l.out_channels, row, count, delta, 1, width, x, Descent<false>(step, slot.at, row));
+      }
       if (l.bias >= 0) {
         i64 at = net.slots[l.bias].at;
         for (i64 n = 0; n < whole(l.out_channels); n += V) {
@@ -860,6 +915,7 @@ static inline vec root(vec v) {
 
 struct Lanes {
   const Net& net;
+  i64 count;  // layers
   real *x, *kept, *one, *other;
   real *weights;  // of each layer by input, then output: [I, O] or [I, high, wide, O]
   real *turned;   // for the way back: [O, I] or, with kernels turned round, [O, high, wide, I]
@@ -879,11 +935,12 @@ struct Lanes {
   static i64 around_height(const Layer& l) { return l.in_height + l.high - 1; }
   static i64 around_width(const Layer& l) { return l.in_width + l.wide - 1; }
   static bool has_border(const Layer& l) { return l.pad_y || l.pad_x; }
-  bool is(i64 i, Kind kind) const { return i >= 0 && i < (i64)net.layers.size() && net.layers[i].kind == kind; }
+  bool is(i64 i, Kind kind) const { return i >= 0 && i < count && net.layers[i].kind == kind; }
 
-  Lanes(const Net& net, Memory& memory) : net(net) {
+  // Over the first `count` layers; its memory begins at `first`.
+  Lanes(const Net& net, Memory& memory, i64 count, size_t first) : net(net), count(count) {
     i64 total = 0, largest = net.sample, all_frames = 0, all_weights = 0;
-    for (i64 i = 0; i < (i64)net.layers.size(); i++) {
+    for (i64 i = 0; i < count; i++) {
       const Layer& l = net.layers[i];
       bool same = i > 0 && (l.kind == FLATTEN || l.kind == RELU);
       place.push_back(same ? -1 : total);
@@ -895,21 +952,20 @@ struct Lanes {
       if (has_border(l)) all_frames += l.in_channels * frame_height(l) * frame_width(l);
       around_size += l.out_channels * around_height(l) * around_width(l);
     }
-    x = memory.take(0, net.sample * V);
-    kept = memory.take(1, total * V);
-    one = memory.take(2, largest * V);
-    other = memory.take(3, largest * V);
-    weights = memory.take(4, all_weights);
-    turned = memory.take(5, all_weights);
-    frames = memory.take(6, all_frames * V);
-    around = memory.take(7, around_size * V);
-    memset(x, 0, net.sample * V * sizeof(real));
+    x = memory.take(first, net.sample * V);
+    kept = memory.take(first + 1, total * V);
+    one = memory.take(first + 2, largest * V);
+    other = memory.take(first + 3, largest * V);
+    weights = memory.take(first + 4, all_weights);
+    turned = memory.take(first + 5, all_weights);
+    frames = memory.take(first + 6, all_frames * V);
+    around = memory.take(first + 7, around_size * V);
     memset(frames, 0, all_frames * V * sizeof(real));
   }
 
   void take(const i64* all_offsets, const real* model) {
     offsets = all_offsets, flat = model, can_go_back = false;
-    for (size_t i = 0; i < net.layers.size(); i++) {
+    for (i64 i = 0; i < count; i++) {
       const Layer& l = net.layers[i];
       if (l.weight < 0) continue;
       const Slot& s = net.slots[l.weight];
@@ -924,7 +980,7 @@ struct Lanes {
     if (can_go_back) return;
     can_go_back = true;
     memset(around, 0, around_size * V * sizeof(real));
-    for (size_t i = 0; i < net.layers.size(); i++) {
+    for (i64 i = 0; i < count; i++) {
       const Layer& l = net.layers[i];
       if (l.weight < 0) continue;
       i64 taps = l.kind == CONV ? l.high * l.wide : 1, ins = l.in_channels;
@@ -936,8 +992,17 @@ struct Lanes {
     }
   }
 
-  void put(i64 lane, const real* sample) {
-    for (i64 j = 0; j < net.sample; j++) x[j * V + lane] = sample[j];
+  // Samples as they lie, one in each lane; lanes beyond `side` repeat the last.
+  void put(const real* const* samples, i64 side) {
+    i64 j = 0;
+    for (; j + V <= net.sample; j += V) {
+      vec some[V];
+      for (i64 lane = 0; lane < V; lane++) some[lane] = load(samples[std::min(lane, side - 1)] + j);
+      turn(some);
+      for (i64 k = 0; k < V; k++) store(x + (j + k) * V, some[k]);
+    }
+    for (; j < net.sample; j++)
+      for (i64 lane = 0; lane < V; lane++) x[j * V + lane] = samples[std::min(lane, side - 1)][j];
   }
 
   real* output(i64 i) const {  // of layer i; of -1: the samples
@@ -947,7 +1012,6 @@ struct Lanes {
   const real* bias(const Layer& l) const { return l.bias < 0 ? nullptr : flat + offsets[l.bias]; }
 
   const real* forward() {
-    i64 count = net.layers.size();
     for (i64 i = 0; i < count; i++) {
       const Layer& l = net.layers[i];
       const real *in = output(i - 1), *shift = bias(l);
@@ -986,6 +1050,21 @@ struct Lanes {
     return output(count - 1);
   }
 
+  // The picture layers of samples `b` to `b + side` of a client.
+  void pictures(Client& client, i64 b, i64 side) {
+    put(client.rows.data() + b, side);
+    const real* found = forward();
+    i64 j = 0, length = net.layers[net.split - 1].out_channels;
+    for (; j + V <= length; j += V) {
+      vec some[V];
+      for (i64 k = 0; k < V; k++) some[k] = load(found + (j + k) * V);
+      turn(some);
+      for (i64 lane = 0; lane < side; lane++) store(client.flattened(b + lane) + j, some[lane]);
+    }
+    for (; j < length; j++)
+      for (i64 lane = 0; lane < side; lane++) client.flattened(b + lane)[j] = found[j * V + lane];
+  }
+
   static void pool_row(const Layer& l, i64 c, i64 y, const real* in, real* out) {
     const real* from = in + (c * l.in_height + y * l.high) * l.in_width * V;
     real* to = out + (c * l.out_height + y) * l.out_width * V;
@@ -1002,7 +1081,7 @@ struct Lanes {
     prepare_way_back();
     real *now = one, *below = other;
     bool is_laid = false;  // the gradient lies in `around` already
-    for (i64 i = (i64)net.layers.size() - 1; i >= 0; i--) {
+    for (i64 i = count - 1; i >= 0; i--) {
       const Layer& l = net.layers[i];
       const real *in = output(i - 1), *out = output(i);
       real* to = below;
@@ -1259,10 +1338,20 @@ int outputs(const i64* table, i64 layers, i64 models, i64 threads, const i64* of
       std::vector<const real*> from(slots);
       for (size_t s = 0; s < slots; s++) from[s] = flat + i * flat_step + offsets[s];
       client.pack(client.weights, from.data());
+      Lanes lanes(net, memory, net.split, 20);  // over no layers, if there are no pictures
+      lanes.take(offsets, flat + i * flat_step);
       for (i64 at = begin; at < end; at += tile) {
         i64 count = std::min(tile, end - at);
         for (i64 b = 0; b < count; b++) client.rows[b] = x + i * x_step + (at + b) * net.sample;
-        client.forward(client.weights, count);
+        // Pictures V at a time; fewer than half of V are faster one by one.
+        for (i64 b = 0, side; net.split && b < count; b += side) {
+          side = std::min<i64>(V, count - b);
+          if (2 * side > V)
+            lanes.pictures(client, b, side);
+          else
+            for (i64 j = b; j < b + side; j++) client.picture(client.weights, j);
+        }
+        client.forward_vectors(client.weights, count);
         for (i64 b = 0; b < count; b++)
           memcpy(result + (i * samples + at + b) * net.outputs, client.inputs.back()[b], net.outputs * sizeof(real));
       }
@@ -1283,7 +1372,7 @@ int search(const i64* table, i64 layers, i64 models, i64 threads, const i64* off
     i64 pieces = (samples + share - 1) / share;
     return over_clients(models * pieces, threads, [&](i64 number, Memory& memory) {
       i64 i = number / pieces, first = number % pieces * share, last = std::min(first + share, samples);
-      Lanes lanes(net, memory);
+      Lanes lanes(net, memory, layers, 0);
       lanes.take(offsets, flat + i * flat_step);
       real *m = memory.take(8, size * V), *v = memory.take(9, size * V);
       std::vector<real> shares(classes);
@@ -1292,7 +1381,9 @@ int search(const i64* table, i64 layers, i64 models, i64 threads, const i64* off
         real* own = x + (i * samples + begin) * size;
         memset(m, 0, size * V * sizeof(real));
         memset(v, 0, size * V * sizeof(real));
-        for (i64 lane = 0; lane < count; lane++) lanes.put(lane, own + lane * size);
+        const real* mine[V];
+        for (i64 lane = 0; lane < count; lane++) mine[lane] = own + lane * size;
+        lanes.put(mine, count);
         for (i64 at = 0; at < steps; at++) {
           const real* y = lanes.forward();
           for (i64 lane = 0; lane < V; lane++) {
@@ -1339,7 +1430,7 @@ int distances(const i64* table, i64 layers, i64 models, i64 threads, const i64* 
     Net net(table, layers);
     i64 classes = net.outputs;
     return over_clients(models, threads, [&](i64 i, Memory& memory) {
-      Lanes lanes(net, memory);
+      Lanes lanes(net, memory, layers, 0);
       lanes.take(offsets, flat + i * flat_step);
       const real* share = shares ? shares + i * groups : nullptr;
       std::vector<i64> mine;  // classes in hand
@@ -1361,7 +1452,9 @@ int distances(const i64* table, i64 layers, i64 models, i64 threads, const i64* 
           for (size_t n = 0; n < order.size() && count < V; n++)
             for (i64 u = 0, k = order[n]; u < most && count < V && done[k] < samples; u++)
               chosen[count++] = (j * groups + k) * samples + done[k]++;
-          for (i64 lane = 0; lane < count; lane++) lanes.put(lane, x + chosen[lane] * net.sample);
+          const real* these[V];
+          for (i64 lane = 0; lane < count; lane++) these[lane] = x + chosen[lane] * net.sample;
+          lanes.put(these, count);
           const real* y = lanes.forward();
           for (i64 lane = 0; lane < count; lane++) {
             const real* other = expected + chosen[lane] * classes;

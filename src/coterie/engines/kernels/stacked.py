@@ -11,6 +11,7 @@ from coterie.client.batches import Batch
 from coterie.client.work import Stack
 from coterie.engines.kernels.plain import PlainKernel
 from coterie.nets.flat import Loss, Network, Tensors
+from coterie.nets.sequences import unfused
 
 
 class StackedKernel:
@@ -53,7 +54,8 @@ class StackedKernel:
         named = dict(zip(self._names, params, strict=True))
         kept = dict(zip(self._buffer_names, buffers, strict=True))
         function = self._functions[batch.mask is not None, batch.weights is not None]
-        found, changed = self._called(function, named, kept, *batch)
+        with unfused():
+            found, changed = self._called(function, named, kept, *batch)
         for name, buffer in kept.items():
             buffer.copy_(changed[name])
         return [found[name] for name in self._names]
@@ -77,5 +79,6 @@ class StackedKernel:
         """See `Kernel.outputs`."""
         if len(flat) == 1:
             return self._one.outputs(flat, x)
-        found: Tensor = self._forward(self._layout.unpack(flat), x)
+        with unfused():
+            found: Tensor = self._forward(self._layout.unpack(flat), x)
         return found
