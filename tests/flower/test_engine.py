@@ -69,14 +69,18 @@ def test_messages_per_client_and_round(name, settings, messages, tmp_path):
     assert len(sent) == 9
 
 
+def models_in(content):
+    return [record for name, record in content.items() if name.startswith("model.")]
+
+
 def test_one_record_for_each_distinct_model(tmp_path):
     setup = setup_for("fedavg")
     engine, grid = engine_over(tmp_path, setup.task(), setup.federation())
-    models = engine.initial().repeat(2, 1)
+    models = torch.stack([engine.initial(), engine.initial() + 1])
     refs = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1, 0])
     before = len(grid.sent)
     list(engine.call(train, engine.everyone(), models=models, refs=refs, rng=Rng.seed(0)))
-    records = {id(message.content["model.0"]) for message in grid.sent[before:]}
+    records = {id(record) for message in grid.sent[before:] for record in models_in(message.content)}
     assert len(records) == 2
 
 

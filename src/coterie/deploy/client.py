@@ -1,26 +1,30 @@
-"""The ClientApp of a site, and the settings of its `task.py`."""
+"""The ClientApp of a site, and the settings of its `task.py`.
+
+Flower starts a process for every message, so this module imports torch, Flower and little else.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from coterie.client.steps import is_step
 from coterie.engines.flower.link import hello_of
 from coterie.engines.flower.site import Site, one_client
 from coterie.errors import ConfigError
-from coterie.methods.base import algorithms
 from coterie.nets.flat import LOSSES, Loss
 from coterie.nets.registry import ModelMaker
 
 
 def deployed_client_app(site: Any, mods: Sequence[Any] = ()) -> ClientApp:
     """The app of one site: `site` has `model()`, `load_data(context)`, `CLASSES`, `INPUT` and maybe `name(context)`."""
-    algorithms()  # registers the client steps of every method
     app = ClientApp(mods=list(mods))
 
     @app.query()
@@ -30,12 +34,27 @@ def deployed_client_app(site: Any, mods: Sequence[Any] = ()) -> ClientApp:
     def answer(message: Message, context: Context) -> Message:
         federation = _federation(site, context)
         device = str(context.node_config.get("device", "cpu"))
-        answering = Site(federation, maker_of(site), loss_of(site), state_folder(context), device)
+        answering = Site(federation, maker_of(site), loss_of(site), state_folder(context), device, register_method)
         return Message(answering.answer(message.content), reply_to=message)
 
     app.train()(answer)
     app.evaluate()(answer)
     return app
+
+
+def register_method(step: str) -> None:
+    """Import the method that defines a client step, or all methods if the name does not say which.
+
+    Only modules of `coterie.methods` are imported: a message must not choose what a site runs.
+    """
+    name = step.partition(":")[0].rpartition(".")[2]
+    for package in ("coterie.methods", "coterie.methods.parts"):
+        if name.isidentifier() and find_spec(f"{package}.{name}"):
+            importlib.import_module(f"{package}.{name}")
+    if not is_step(step):
+        from coterie.methods.base import algorithms
+
+        algorithms()
 
 
 def _federation(site: Any, context: Context) -> Any:
