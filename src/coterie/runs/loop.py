@@ -143,7 +143,6 @@ class Trainer:
         self.state = self.algorithm.round(self.state, engine, cohort, rng.at("work"))
         trained = time.perf_counter()
         in_clients = self.engine.client_seconds - worked
-        done = self._complete()  # the round before
 
         labels = self.state.labels.numpy().copy()
         is_last = number == self.schedule.rounds or self.algorithm.should_stop(self.state)
@@ -158,14 +157,11 @@ class Trainer:
             "repairs": self.state.repairs[repairs:],
             "decisions": self.state.decisions[decisions:],
             "bytes": {"down": totals["down"], "up": totals["up"], **sent},  # so far, without evaluation
-            "seconds": {
-                "train": in_clients,
-                "server": trained - began - in_clients,
-                "evaluate": 0.0,
-            },
+            "seconds": {"train": in_clients, "server": trained - began - in_clients, "evaluate": 0.0},
         }
         self.progress.round = number
         self.progress.labels.append(labels)
+        done = self._complete()  # the round before
         is_evaluated = is_last or number % self.schedule.evaluate_every == 0
         self._pending = self._as_pending(row, before, is_evaluated)
         if is_last or not is_evaluated or not self.engine.carries:
@@ -185,21 +181,22 @@ class Trainer:
         return Pending(row, known, request, ~self.attack.attackers.numpy())
 
     def _complete(self) -> list[Row]:
-        """Complete the pending row with the scores of its round, and write it; the rows are those that are new."""
+        """Complete the pending row with the scores of its round, and write it; returns it if there is one."""
+        began = time.perf_counter()
         pending, self._pending = self._pending, None
         if pending is None:
             return []
         row, known = dict(pending.row), pending.known
         head: Row = {"round": row["round"], "cohort": row["cohort"]}
         if pending.request is not None:
-            began, failures = time.perf_counter(), len(self.engine.failures)
+            failures = len(self.engine.failures)
             scores = self._evaluate(row["round"], pending.request)
             scores = scores | {"samples": scores["samples"] * pending.honest}  # attackers have no samples
             head["spread"] = quantiles(scores)
             known = known | of_scores(scores, known["after"])
             row["failures"] += len(self.engine.failures) - failures
-            row["seconds"] = row["seconds"] | {"evaluate": time.perf_counter() - began}
         row = head | measured(known) | row
+        row["seconds"] = row["seconds"] | {"evaluate": time.perf_counter() - began}
         for phase, seconds in row["seconds"].items():
             self.progress.seconds[phase] += seconds
         self.progress.rows.append(row)
