@@ -226,6 +226,26 @@ def test_a_server_killed_between_the_two_calls_of_a_message_resumes(tmp_path):
         assert [row["round"] for row in folder.rows()] == [1, 2, 3, 4]
 
 
+def test_a_client_joins_while_the_server_is_down(tmp_path):
+    everyone = replace(ragged_federation(), groups=None)
+    setup = setup_of(find_algorithm("fesem")(), everyone)
+    schedule = Schedule(rounds=3, checkpoint_every=0)
+    with RunFolder.create(tmp_path, "run", "run", setup.tables()).held() as folder:
+        few = everyone.select(range(7))
+        (tmp_path / "few").mkdir()
+        engine, _ = engine_over(tmp_path / "few", setup.task(), few)
+        trainer = Trainer(setup.algorithm, engine, few, schedule, folder)
+        trainer._start()
+        trainer._round(1)
+        engine, _ = engine_over(tmp_path, setup.task(), everyone, past={engine.life: 1})
+        trainer = Trainer(setup.algorithm, engine, everyone, schedule, folder)
+        trainer.restore(folder.load_checkpoint()[0])
+        trainer.run()
+    assert [len(scores["samples"]) for scores in trainer.progress.scores] == [7, 9, 9]  # the first one was pending
+    assert (trainer.progress.labels[-1] >= 0).all()
+    assert not engine.failures
+
+
 def models_in(content):
     return [record for name, record in content.items() if name.startswith("model.")]
 

@@ -5,20 +5,18 @@ Flower starts a process for every message, so this module imports torch, Flower 
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from coterie.client.steps import is_step
 from coterie.engines.flower.link import hello_of
 from coterie.engines.flower.site import Site, one_client
 from coterie.errors import ConfigError
+from coterie.methods.base import load_method_of
 from coterie.nets.flat import LOSSES, Loss
 from coterie.nets.registry import ModelMaker
 
@@ -34,27 +32,12 @@ def deployed_client_app(site: Any, mods: Sequence[Any] = ()) -> ClientApp:
     def answer(message: Message, context: Context) -> Message:
         federation = _federation(site, context)
         device = str(context.node_config.get("device", "cpu"))
-        answering = Site(federation, maker_of(site), loss_of(site), state_folder(context), device, register_method)
+        answering = Site(federation, maker_of(site), loss_of(site), state_folder(context), device, load_method_of)
         return Message(answering.answer(message.content), reply_to=message)
 
     app.train()(answer)
     app.evaluate()(answer)
     return app
-
-
-def register_method(step: str) -> None:
-    """Import the method that defines a client step, or all methods if the name does not say which.
-
-    Only modules of `coterie.methods` are imported: a message must not choose what a site runs.
-    """
-    name = step.partition(":")[0].rpartition(".")[2]
-    for package in ("coterie.methods", "coterie.methods.parts"):
-        if name.isidentifier() and find_spec(f"{package}.{name}"):
-            importlib.import_module(f"{package}.{name}")
-    if not is_step(step):
-        from coterie.methods.base import algorithms
-
-        algorithms()
 
 
 def _federation(site: Any, context: Context) -> Any:

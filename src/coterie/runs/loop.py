@@ -178,7 +178,7 @@ class Trainer:
         labels = self.progress.labels[-1]
         known = self._known_clusters(labels) | {"before": before, "after": labels}
         request = self._evaluation(row["round"]) if is_evaluated else None
-        return Pending(row, known, request, ~self.attack.attackers.numpy())
+        return Pending(row, known, request, ~self._attackers(len(labels)))
 
     def _complete(self) -> list[Row]:
         """Complete the pending row with the scores of its round, and write it; returns it if there is one."""
@@ -247,7 +247,11 @@ class Trainer:
 
     def _known_clusters(self, labels: NDArray[np.int64]) -> dict[str, Any]:
         """Inputs of metrics about clusters; attackers count as not seen."""
-        return of_clusters(np.where(self.attack.attackers.numpy(), -1, labels), self.groups())
+        return of_clusters(np.where(self._attackers(len(labels)), -1, labels), self.groups())
+
+    def _attackers(self, count: int) -> NDArray[np.bool_]:
+        """Which of the first `count` clients attack."""
+        return self.attack.attackers.numpy()[:count]
 
     def rng_of_evaluation(self, number: int) -> Rng:
         """The randomness with which personal models are adapted in that round."""
@@ -410,6 +414,9 @@ class Trainer:
         )
         if plain.get("pending") is not None:
             self._pending = self._as_pending(plain["pending"], self.progress.labels[-2], is_evaluated=True)
+        joined = self.engine.num_clients - len(self.state.labels)  # while the run was stopped
+        if joined > 0:
+            self.state = self.state.with_more_clients(joined)
 
 
 def attack_of(keys: Tensor, schedule: Schedule) -> Attack:
