@@ -4,7 +4,7 @@
 
 Repeats one run on each engine: FeSEM over four sites with the embedded digits, evaluated in every round. Prints medians
 over the rounds, the mean of a whole round, and Flower's messages per site. On Flower the messages of a round carry the
-evaluation of the round before, so that its time counts as training; the last round is evaluated by a message of its own.
+evaluation of the round before: its time counts as training. The last round is evaluated by a message of its own.
 Then the CPU seconds of what a site imports for every message. Requires `pip install 'coterie[flower]'`.
 """
 
