@@ -43,7 +43,7 @@ class Site:
     def answer(self, content: RecordDict) -> RecordDict:
         """Run the requested steps; if one raises, its answer is a failure with the reason."""
         content, first = wire.parted(content)
-        round = wire.read_request(content)[0].round
+        round = wire.read_call(content).round
         before = None if first is None else self._answer(first, round)
         return wire.joined(self._answer(content, round), before)
 
@@ -53,9 +53,8 @@ class Site:
         if call.client not in self.federation.names:
             return wire.failure(f"this site is not '{call.client}'")
         # A call of an earlier round remembers in the round of its message: a server that repeats that round repeats it.
-        memory = DiskMemory(
-            self._folder / folder_name(call.run) / folder_name(call.client), round, call.life, call.past
-        )
+        folder = self._folder / folder_name(call.run) / folder_name(call.client)
+        memory = DiskMemory(folder, round, call.life, call.past)
         try:
             tensors, gradients = self._do(call, memory, models, payload, each)
         except CoterieError as error:

@@ -116,12 +116,17 @@ def request(
     return content
 
 
-def read_request(content: RecordDict) -> tuple[Call, list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """The call, its models, the common payload and the payload of this client."""
+def read_call(content: RecordDict) -> Call:
+    """The call of a request, without its arrays."""
     try:
-        call = Call(**json.loads(str(content[CALL]["json"])))
+        return Call(**json.loads(str(content[CALL]["json"])))
     except (KeyError, TypeError, ValueError) as error:
         raise Refused(f"received an invalid request ({type(error).__name__})") from error
+
+
+def read_request(content: RecordDict) -> tuple[Call, list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The call, its models, the common payload and the payload of this client."""
+    call = read_call(content)
     models = [tensors_of(content[name])["params"] for name in call.models or ()]
     payload = tensors_of(content[PAYLOAD]) if PAYLOAD in content else {}
     each = tensors_of(content[EACH]) if EACH in content else {}
