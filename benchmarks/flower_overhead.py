@@ -65,7 +65,7 @@ def run_deployed(rounds: int) -> dict[str, Any]:
 
 
 def measured(seconds: list[dict[str, float]], summary: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a round, and messages per site in the whole run."""
+    """Seconds of a round, and messages per site in the whole run, its start included."""
     parts = ("train", "server", "evaluate")
     found: dict[str, Any] = {part: round(statistics.median(row[part] for row in seconds), 4) for part in parts}
     found["round"] = round(statistics.mean(sum(row[part] for part in parts) for row in seconds), 4)
@@ -73,7 +73,7 @@ def measured(seconds: list[dict[str, float]], summary: dict[str, Any]) -> dict[s
     return found if messages is None else found | {"messages": messages / SITES}
 
 
-def import_of_a_site(times: int = 5) -> dict[str, Any]:
+def import_of_a_site(times: int = 3) -> dict[str, Any]:
     """CPU seconds, user and system, of a process that imports a site's ClientApp, and of one that imports torch."""
 
     def cpu(code: str, folder: Path) -> float:
