@@ -77,7 +77,8 @@ def engine_over(
     app = simulated_app(folder, task, federation)
     for number in range(len(federation)):
         grid.add(100 + number, app, **{"partition-id": number})
+    past = settings.pop("past", {})  # earlier engines over the same folder
     chosen = FlowerSettings(**{"precision": "float64", "deadline": 5.0, "poll": 0.001} | settings)
-    engine = FlowerEngine(task, federation, Link(grid, "claimed", 0.001), chosen, run="test")
+    engine = FlowerEngine(task, federation, Link(grid, "claimed", 0.001), chosen, run="test", past=past)
     engine.link.roll_call()
     return engine, grid

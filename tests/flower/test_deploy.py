@@ -115,3 +115,72 @@ def test_without_flower_the_extra_is_named(monkeypatch, capsys):
     for make in (coterie.deploy.client_app, coterie.deploy.server_app):
         with pytest.raises(MissingExtra, match="flower"):
             make(object())
+
+
+HEAVY = ("sklearn", "scipy", "torch._dynamo", "pandas", "matplotlib", "coterie.runs", "coterie.cli", "coterie.views")
+
+
+def in_a_site(code):
+    """What code prints in a new process, after the imports of a ClientApp."""
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"import sys, coterie.deploy.client\n{code}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    return told.stdout.split()
+
+
+def test_a_site_imports_little():
+    """Flower starts a process for every message."""
+    pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
+    loaded = """
+from coterie.client.steps import is_step
+from coterie.deploy.example import rotated_shares
+from coterie.methods.base import load_method_of
+rotated_shares(4, (0, 180))
+for step in ("coterie.centers:train_member", "coterie.coterie:train_member", "coterie.fedper:served.evaluate"):
+    assert not is_step(step), step
+    load_method_of(step)
+    assert is_step(step), step
+print(*sys.modules)
+"""
+    found = in_a_site(loaded)
+    assert "coterie.methods.fedper" in found
+    assert "coterie.methods.ifca" not in found
+    assert [name for name in HEAVY if name in found] == []
+
+
+def test_a_site_finds_every_step_and_imports_nothing_else():
+    pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
+    from coterie.client.steps import _STEPS
+    from coterie.methods.base import algorithms
+
+    algorithms()
+    here = ("coterie.client.", "coterie.methods.")
+    steps = [name for name, step in _STEPS.items() if step.__module__.startswith(here)]
+    assert len(steps) > 40
+    code = f"""
+from coterie.client.steps import is_step
+from coterie.methods.base import load_method_of
+for step in ("antigravity:fly", "this:x", "coterie.cli:x", "coterie.methods..runs:x", ":", "coterie.runs.loop:x"):
+    load_method_of(step)
+    assert not is_step(step)
+print(*[step for step in {steps} if not (load_method_of(step) or is_step(step))])
+assert not sys.modules.keys() & {{"this", "antigravity", "coterie.cli", "coterie.runs"}}
+"""
+    assert in_a_site(code) == []
+
+
+def test_the_example_has_the_digits_of_scikit_learn():
+    import torch
+    from sklearn.datasets import load_digits
+
+    from coterie.deploy.example import rotated_shares
+
+    whole = rotated_shares(1, (0,))["site-0"]
+    order = torch.randperm(len(whole[1]), generator=torch.Generator().manual_seed(0))
+    found = load_digits()
+    assert torch.equal(whole[0][:, 0] * 16, torch.from_numpy(found.images).float()[order])
+    assert torch.equal(whole[1], torch.from_numpy(found.target)[order])

@@ -40,6 +40,10 @@ def in_process(algorithm, rounds, count, seed=0, **work):
     return coterie.run(algorithm, data, model, rounds=rounds, work=work, seed=seed, engine="loop")
 
 
+def scores_in(row):
+    return {**row["accuracy"], "loss": row["loss"]["macro"]}
+
+
 @pytest.mark.parametrize("sites", [{"secure": True}], indirect=True)
 def test_four_nodes_with_tls_and_keys_give_what_one_process_gives(sites):
     from coterie.methods.fesem import FeSEM
@@ -47,7 +51,7 @@ def test_four_nodes_with_tls_and_keys_give_what_one_process_gives(sites):
     sites.superlink()
     for number in range(4):
         sites.node(number)
-    sites.run(rounds=2, clusters=2)
+    sites.run(algorithm="fesem", rounds=2, clusters=2, **{"evaluate-every": 1})
     # Nodes without a registered key or without TLS are rejected.
     keys = sites.folder / "keys"
     for name in ("site-9", "site-9.pub"):
@@ -62,6 +66,7 @@ def test_four_nodes_with_tls_and_keys_give_what_one_process_gives(sites):
     summary = sites.summary()
     expected = in_process(FeSEM(num_clusters=2), 2, 4)
     assert summary["clients"] == 4
+    assert [scores_in(row) for row in sites.rows()] == [pytest.approx(scores_in(row)) for row in expected.rows]
     assert summary["accuracy"]["macro"] == pytest.approx(expected.summary["accuracy"]["macro"], abs=1e-9)
     assert summary["loss"] == pytest.approx(expected.summary["loss"], rel=1e-5)
     labels = expected.labels.tolist()
@@ -73,6 +78,8 @@ def test_four_nodes_with_tls_and_keys_give_what_one_process_gives(sites):
     ours, theirs = summary["bytes"], expected.summary["bytes"]
     assert (ours["down"], ours["up"], ours["start"]) == (theirs["down"], theirs["up"], theirs["start"])
     assert ours["wire"]["up"] > ours["up"]
+    trained = [entry["messages"] for name, entry in theirs["by_step"].items() if not name.startswith("evaluate/")]
+    assert ours["wire"]["messages"] == sum(trained) + 4  # only the last round is evaluated by messages of its own
     assert summary["failures"] == 0
     log = sites.log("node-9").lower()
     assert "2004" in log or "not registered" in log or "unauthorized" in log or "denied" in log, log[-800:]
@@ -107,7 +114,7 @@ def test_slow_killed_returning_and_joining_nodes(sites):
     sites.superlink()
     for number in range(3):
         sites.node(number)
-    sites.run(algorithm="fesem", clusters=2, rounds=6, deadline=40.0, **{"min-clients": 3})
+    sites.run(algorithm="fesem", clusters=2, rounds=10, deadline=40.0, **{"min-clients": 3})
     sites.wait_for_round(1)
     running = str(sites.folder / "runs" / "deployed")
     for command in (["show", running], ["report", running, "-o", str(sites.folder / "page.html")]):
@@ -122,13 +129,15 @@ def test_slow_killed_returning_and_joining_nodes(sites):
     sites.node(4, fault="slow")
     sites.wait_for_end(500)
     rows = sites.rows()
-    assert [row["round"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["round"] for row in rows] == list(range(1, 11))
     summary = sites.summary()
     assert summary["clients"] == 5
     import numpy as np
 
     labels = np.load(sites.folder / "runs" / "deployed" / "labels.npy")
-    assert (labels[2:, 2] == labels[1, 2]).all()  # its label is kept while it is away
+    away = [f["round"] for f in _failures(sites) if f["client"] == "site-2"]
+    assert away
+    assert all(labels[round, 2] == labels[round - 1, 2] for round in away)  # its label is kept while it is away
     assert labels[1, 3] == -1
     assert labels[-1, 3] == labels[-1, 1]  # assigned to the cluster of its rotation
     assert any("site-4" in str(f) for f in _failures(sites)), "the slow node is reported"
@@ -146,10 +155,10 @@ def test_killed_servers_resume_and_no_round_is_lost_or_repeated(sites):
     sites.superlink()
     for number in range(2):
         sites.node(number)
-    config = {"algorithm": "local", "clusters": "", "rounds": 5, "min-clients": 2}
+    config = {"algorithm": "local", "clusters": "", "rounds": 5, "min-clients": 2, "evaluate-every": 1}
     sites.run(**config)
     sites.wait_for_round(1)
-    time.sleep(3)  # somewhere in round 2
+    time.sleep(3)  # somewhere in round 3, whose messages carry the evaluation of round 2
     sites.kill_serverapp()
     seen = len(sites.rows())
     sites.kill("run")
@@ -165,6 +174,7 @@ def test_killed_servers_resume_and_no_round_is_lost_or_repeated(sites):
     assert [row["round"] for row in rows] == [1, 2, 3, 4, 5]
     assert seen >= 3
     expected = in_process("local", 5, 2)
+    assert [scores_in(row) for row in rows] == [pytest.approx(scores_in(row), rel=1e-6) for row in expected.rows]
     summary = sites.summary()
     assert summary["failures"] == 0
     assert summary["accuracy"]["macro"] == pytest.approx(expected.summary["accuracy"]["macro"], abs=1e-9)

@@ -17,6 +17,7 @@ from coterie.client.steps import train
 from coterie.engines import make_engine
 from coterie.methods.base import algorithms, find_algorithm
 from coterie.randomness import Rng
+from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Schedule, Trainer
 from tests.flower.fakes import engine_over, simulated_app
 from tests.helpers import ragged_federation, reserved_for, setup_of
@@ -32,6 +33,32 @@ def run_over(setup, engine, rounds=3, **schedule):
     trainer = Trainer(setup.algorithm, engine, setup.federation(), Schedule(rounds=rounds, **schedule))
     trainer.run()
     return trainer
+
+
+def assert_same_rows(ours, theirs):
+    """All rounds have the same numbers, seconds aside."""
+    found, expected = ({}, {})
+    for flat, trainer in ((found, ours), (expected, theirs)):
+        rows = [{key: value for key, value in row.items() if key != "seconds"} for row in trainer.progress.rows]
+        stack = [((), rows)]
+        while stack:
+            place, value = stack.pop()
+            if isinstance(value, dict | list):
+                stack += [
+                    ((*place, k), part) for k, part in (value.items() if isinstance(value, dict) else enumerate(value))
+                ]
+            else:
+                flat[place] = value
+    numbers = {place: value for place, value in expected.items() if isinstance(value, float)}
+    assert found.keys() == expected.keys()
+    assert {place: found[place] for place in numbers} == pytest.approx(numbers, rel=1e-6)
+    assert {place: found[place] for place in found if place not in numbers} == {
+        place: expected[place] for place in expected if place not in numbers
+    }
+
+
+def memories(folder):
+    return {path.name: path.read_bytes() for path in (folder / "memory").rglob("*.safetensors")}
 
 
 @pytest.mark.parametrize("name", algorithms())
@@ -51,6 +78,10 @@ def test_every_method_gives_what_the_loop_gives(name, tmp_path):
     assert found["bytes"] == expected["bytes"]
     assert wire["down"] >= found["bytes"]["down"]
     assert found["failures"] == expected["failures"] == 0
+    assert_same_rows(ours, theirs)
+    before = memories(tmp_path)
+    ours._evaluate(3, ours._evaluation(3))
+    assert memories(tmp_path) == before  # an evaluation only reads what clients remember
 
 
 @pytest.mark.parametrize(
@@ -69,14 +100,164 @@ def test_messages_per_client_and_round(name, settings, messages, tmp_path):
     assert len(sent) == 9
 
 
+def sent_by_round(setup, engine, grid, rounds, **schedule):
+    """The trainer of a finished run, and how many messages each node got in each round."""
+    trainer = Trainer(setup.algorithm, engine, setup.federation(), Schedule(rounds=rounds, **schedule))
+    trainer._start()
+    counts = []
+    for number in range(1, rounds + 1):
+        before = len(grid.sent)
+        trainer._round(number)
+        counts.append(Counter(message.metadata.dst_node_id for message in grid.sent[before:]))
+    return trainer, counts
+
+
+def test_one_message_a_round_trains_and_evaluates(tmp_path):
+    setup = setup_for("fedavg")
+    engine, grid = engine_over(tmp_path, setup.task(), setup.federation())
+    trainer, counts = sent_by_round(setup, engine, grid, 4)
+    assert [set(count.values()) for count in counts] == [{1}, {1}, {1}, {2}]  # the last one is evaluated by itself
+    assert all(len(count) == 9 for count in counts)
+    totals = engine.ledger.totals()
+    assert totals["wire"]["messages"] == 9 * 5
+    assert totals["by_step"]["evaluate/evaluate"]["messages"] == 9 * 4  # as on every engine
+    # The model that a client trains is the one it is evaluated with: a message holds it once.
+    calls = [message for message in grid.sent if message.metadata.message_type != "query"]
+    assert {len(models_in(message.content)) for message in calls} == {1}
+    assert sum("first.call" in message.content for message in calls) == 9 * 3
+    assert [row["round"] for row in trainer.progress.rows if row["accuracy"]] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("schedule", [{"participation": 0.5}, {"participation": 0.5, "evaluate_every": 2}])
+def test_clients_outside_the_cohort_get_the_evaluation_alone(schedule, tmp_path):
+    setup = setup_for("fedavg")
+    engine, grid = engine_over(tmp_path, setup.task(), setup.federation())
+    trainer, counts = sent_by_round(setup, engine, grid, 4, **schedule)
+    every = schedule.get("evaluate_every", 1)
+    carried = [number for number in (2, 3, 4) if (number - 1) % every == 0]
+    for number, count in enumerate(counts[:3], start=1):
+        assert set(count.values()) == {1}
+        assert len(count) == (9 if number in carried else 4)
+    assert sum(counts[3].values()) == 9 + (9 if 4 in carried else 4)
+    loop = make_engine("loop", setup.task(), setup.federation(), "cpu", {"precision": "float64"})
+    assert_same_rows(trainer, run_over(setup, loop, 4, **schedule))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "local", "coterie", "feddane"])
+def test_late_clients_are_evaluated_all_the_same(name, tmp_path):
+    setup = setup_for(name)
+    schedule = {"dropout": 0.3, "participation": 0.7, "seed": 1}
+    engine, _ = engine_over(tmp_path, setup.task(), setup.federation())
+    ours = run_over(setup, engine, 4, **schedule)
+    loop = make_engine("loop", setup.task(), setup.federation(), "cpu", {"precision": "float64"})
+    theirs = run_over(setup, loop, 4, **schedule)
+    assert_same_rows(ours, theirs)
+    assert any(row["failures"] for row in ours.progress.rows)
+    assert Counter(engine.failures) == Counter(loop.failures)
+    assert all((scores["samples"] > 0).all() for scores in ours.progress.scores)
+
+
+def test_a_message_that_fails_fails_for_both_of_its_calls(tmp_path):
+    setup = setup_for("fedavg")
+    engine, grid = engine_over(tmp_path, setup.task(), setup.federation(), deadline=0.2)
+    trainer = Trainer(setup.algorithm, engine, setup.federation(), Schedule(rounds=3))
+    trainer._start()
+    trainer._round(1)
+    grid.faults[104] = lambda reply: None
+    trainer._round(2)
+    del grid.faults[104]
+    trainer._round(3)
+    name = setup.federation().names[4]
+    assert [(f.round, f.client, f.step.rpartition(":")[2]) for f in engine.failures] == [
+        (2, name, "train"),
+        (1, name, "evaluate"),
+    ]
+    assert [row["failures"] for row in trainer.progress.rows] == [1, 1, 0]
+    assert [int((scores["samples"] > 0).sum()) for scores in trainer.progress.scores] == [8, 9, 9]
+
+
+def test_scores_that_are_missing_or_invalid_do_not_cost_the_training(tmp_path):
+    def without(name):
+        def fault(reply):
+            if name in reply.content:
+                del reply.content[name]
+            return reply
+
+        return fault
+
+    setup = setup_for("fedavg")
+    engine, grid = engine_over(tmp_path, setup.task(), setup.federation())
+    trainer = Trainer(setup.algorithm, engine, setup.federation(), Schedule(rounds=3))
+    trainer._start()
+    trainer._round(1)
+    grid.faults[104], grid.faults[105] = without("first.answer"), without("first.told")
+    trainer._round(2)
+    assert {(f.round, f.client, f.step) for f in engine.failures} == {
+        (1, setup.federation().names[client], "coterie.block:evaluate") for client in (4, 5)
+    }
+
+
+def test_a_server_killed_between_the_two_calls_of_a_message_resumes(tmp_path):
+    """`local` and `coterie` are evaluated with what the clients remember, which the message has changed since."""
+    for name in ("local", "coterie"):
+        setup = setup_for(name)
+        task, federation = setup.task(), setup.federation()
+        home = tmp_path / name
+        home.mkdir()
+        loop = make_engine("loop", task, federation, "cpu", {"precision": "float64"})
+        expected = run_over(setup, loop, 4, evaluate_every=1)
+        folder = RunFolder.create(home, "run", "run", setup.tables())
+        schedule = Schedule(rounds=4, checkpoint_every=0)
+        first, _ = engine_over(home, task, federation)
+        with folder.held():
+            trainer = Trainer(setup.algorithm, first, federation, schedule, folder)
+            trainer._start()
+            trainer._round(1)
+            trainer._round(2)
+            assert [row["round"] for row in folder.rows()] == [1]
+            trainer._save = lambda: pytest.fail("killed before the checkpoint")
+            with pytest.raises(pytest.fail.Exception):
+                trainer._round(3)
+            again, _ = engine_over(home, task, federation, past={first.life: 2})
+            trainer = Trainer(setup.algorithm, again, federation, schedule, folder)
+            trainer.restore(folder.load_checkpoint()[0])
+            trainer.run()
+        assert_same_rows(trainer, expected)
+        assert [row["round"] for row in folder.rows()] == [1, 2, 3, 4]
+
+
+def test_a_client_joins_while_the_server_is_down(tmp_path):
+    everyone = replace(ragged_federation(), groups=None)
+    setup = setup_of(find_algorithm("fesem")(), everyone)
+    schedule = Schedule(rounds=3, checkpoint_every=0)
+    with RunFolder.create(tmp_path, "run", "run", setup.tables()).held() as folder:
+        few = everyone.select(range(7))
+        (tmp_path / "few").mkdir()
+        engine, _ = engine_over(tmp_path / "few", setup.task(), few)
+        trainer = Trainer(setup.algorithm, engine, few, schedule, folder)
+        trainer._start()
+        trainer._round(1)
+        engine, _ = engine_over(tmp_path, setup.task(), everyone, past={engine.life: 1})
+        trainer = Trainer(setup.algorithm, engine, everyone, schedule, folder)
+        trainer.restore(folder.load_checkpoint()[0])
+        trainer.run()
+    assert [len(scores["samples"]) for scores in trainer.progress.scores] == [7, 9, 9]  # the first one was pending
+    assert (trainer.progress.labels[-1] >= 0).all()
+    assert not engine.failures
+
+
+def models_in(content):
+    return [record for name, record in content.items() if name.startswith("model.")]
+
+
 def test_one_record_for_each_distinct_model(tmp_path):
     setup = setup_for("fedavg")
     engine, grid = engine_over(tmp_path, setup.task(), setup.federation())
-    models = engine.initial().repeat(2, 1)
+    models = torch.stack([engine.initial(), engine.initial() + 1])
     refs = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1, 0])
     before = len(grid.sent)
     list(engine.call(train, engine.everyone(), models=models, refs=refs, rng=Rng.seed(0)))
-    records = {id(message.content["model.0"]) for message in grid.sent[before:]}
+    records = {id(record) for message in grid.sent[before:] for record in models_in(message.content)}
     assert len(records) == 2
 
 
@@ -185,8 +366,6 @@ def test_a_disconnected_client_is_reported_and_recognized_when_it_returns(tmp_pa
 
 
 def test_a_run_with_new_clients_is_saved_and_resumed(tmp_path):
-    from coterie.runs.folder import RunFolder
-
     everyone = ragged_federation()
     setup = setup_of(find_algorithm("fesem")(), everyone)
     task, few = setup.task(), replace(everyone.select(range(7)), groups=None)

@@ -217,7 +217,7 @@ def test_from_independent_starts_matching_is_what_makes_the_mean_useful():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(FeSEMMA, "average", average)
             trainer._start()
-        trainer._evaluate(1)
+        trainer._evaluate(1, trainer._evaluation(1))
         scores.append(trainer.progress.scores[-1]["accuracy"].mean())
     assert scores[0] >= scores[1] + 0.15
 

@@ -19,6 +19,7 @@ import coterie
 from coterie import SGD, Algorithm, FeSEM
 from coterie.api import Result
 from coterie.data.federation import Federation
+from coterie.engines.vectorized import VectorizedEngine
 from coterie.errors import ConfigError, Interrupted, StorageError
 from coterie.methods.base import algorithms
 from coterie.methods.coterie import Coterie
@@ -28,6 +29,7 @@ from coterie.runs.experiment import Experiment
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Schedule
 from coterie.settings import fields_of
+from tests.helpers import trainer_of
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +107,41 @@ class Killed(BaseException):
 
 
 # ---- what is recorded ----
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"evaluate_every": 3}, {"rounds": 1}, {"attack": "sign_flip", "attackers": 0.3}]
+)
+def test_rows_are_the_same_where_scores_come_a_round_later(tmp_path, monkeypatch: pytest.MonkeyPatch, changes):
+    what = setup("ifca", **{"rounds": 5} | changes)
+    start(what, tmp_path, "at once")
+    monkeypatch.setattr(VectorizedEngine, "carries", True)
+    seen: list[int] = []
+    start(what, tmp_path, "later", observer=lambda row: seen.append(row["round"]))
+    assert outcome(tmp_path / "later") == outcome(tmp_path / "at once")
+    assert seen == list(range(1, what.schedule.rounds + 1))
+
+
+def test_a_row_without_scores_waits_for_the_next_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(VectorizedEngine, "carries", True)
+    what = setup("ifca", rounds=5, evaluate_every=2)
+    written = []
+    with RunFolder.create(tmp_path, "run", "run", what.tables()).held() as folder:
+        trainer = trainer_of(what, folder)
+        trainer._start()
+        for number in range(1, 6):
+            trainer._round(number)
+            written.append([row["round"] for row in folder.rows()])
+    assert written == [[1], [1], [1, 2, 3], [1, 2, 3], [1, 2, 3, 4, 5]]
+    assert ["accuracy" in row for row in folder.rows()] == [False, True, False, True, True]
+    assert trainer.progress.score_rounds == [2, 4, 5]
+
+
+def test_a_stopped_run_has_the_scores_of_its_last_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(VectorizedEngine, "carries", True)
+    with pytest.raises(Interrupted):
+        start(setup("ifca"), tmp_path, should_stop=iter([False, True]).__next__)
+    assert [row["round"] for row in RunFolder.open(tmp_path / "run").rows() if row["accuracy"]] == [1, 2]
 
 
 def test_a_row_for_each_round_with_the_numbers_that_matter(tmp_path: Path):
@@ -330,13 +367,17 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("name", ["fesem", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "carries"), [("fesem", False), ("fesem", True), pytest.param("local", False, marks=pytest.mark.slow)]
+)
 def test_killed_before_anything_it_does_to_the_disk_and_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, carries: bool
 ):
+    """Also where the scores of a round come with the next one, and a checkpoint holds a row without them."""
     what = setup(name, rounds=2, work=SGD(lr=0.2, batch_size=10))
     start(what, tmp_path, "whole")
     expected = outcome(tmp_path / "whole")
+    monkeypatch.setattr(VectorizedEngine, "carries", carries)
     moments = 0
     while True:
         run = f"run-{moments}"

@@ -78,9 +78,14 @@ def step_name(function: ClientStep) -> str:
 
 def find_step(name: str) -> ClientStep:
     """The registered step of that name. Nothing is imported: a message must not choose what a site runs."""
-    if name not in _STEPS:
+    if not is_step(name):
         raise ConfigError(f"There is no client step '{name}' here. Import the module that defines it first.")
     return _STEPS[name]
+
+
+def is_step(name: str) -> bool:
+    """Whether a step of that name is registered."""
+    return name in _STEPS
 
 
 def step_modules() -> list[str]:

@@ -1,4 +1,7 @@
-"""The ClientApp of a site, and the settings of its `task.py`."""
+"""The ClientApp of a site, and the settings of its `task.py`.
+
+Flower starts a process for every message, so this module imports torch, Flower and little else.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,13 @@ from flwr.clientapp import ClientApp
 from coterie.engines.flower.link import hello_of
 from coterie.engines.flower.site import Site, one_client
 from coterie.errors import ConfigError
-from coterie.methods.base import algorithms
+from coterie.methods.base import load_method_of
 from coterie.nets.flat import LOSSES, Loss
 from coterie.nets.registry import ModelMaker
 
 
 def deployed_client_app(site: Any, mods: Sequence[Any] = ()) -> ClientApp:
     """The app of one site: `site` has `model()`, `load_data(context)`, `CLASSES`, `INPUT` and maybe `name(context)`."""
-    algorithms()  # registers the client steps of every method
     app = ClientApp(mods=list(mods))
 
     @app.query()
@@ -30,7 +32,7 @@ def deployed_client_app(site: Any, mods: Sequence[Any] = ()) -> ClientApp:
     def answer(message: Message, context: Context) -> Message:
         federation = _federation(site, context)
         device = str(context.node_config.get("device", "cpu"))
-        answering = Site(federation, maker_of(site), loss_of(site), state_folder(context), device)
+        answering = Site(federation, maker_of(site), loss_of(site), state_folder(context), device, load_method_of)
         return Message(answering.answer(message.content), reply_to=message)
 
     app.train()(answer)

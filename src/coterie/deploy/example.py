@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,11 +18,7 @@ def rotated_shares(shares: int, turns: Sequence[int], seed: int = 0) -> dict[str
     >>> sorted(shares), shares["site-1"][0].shape[1:]
     (['site-0', 'site-1', 'site-2', 'site-3'], torch.Size([1, 8, 8]))
     """
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    x = torch.from_numpy(found.images).float().unsqueeze(1) / 16
-    y = torch.from_numpy(found.target).long()
+    x, y = _digits()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     each = len(x) // shares
     sites = {}
@@ -28,3 +27,13 @@ def rotated_shares(shares: int, turns: Sequence[int], seed: int = 0) -> dict[str
         turn = turns[site % len(turns)]
         sites[f"site-{site}"] = (torch.rot90(x[rows], turn // 90, (2, 3)).contiguous(), y[rows])
     return sites
+
+
+def _digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's digits, from its file: importing scikit-learn takes longer than a site's training."""
+    found = find_spec("sklearn")
+    assert found is not None
+    assert found.origin is not None
+    table = np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    x = torch.from_numpy(table[:, :-1]).float().reshape(-1, 1, 8, 8) / 16
+    return x, torch.from_numpy(table[:, -1]).long()

@@ -94,6 +94,8 @@ class Reply:
 class Engine(abc.ABC):
     """Runs client steps on cohorts of clients."""
 
+    carries = False  # whether the messages of a round can carry the evaluation of the round before: see `carry`
+
     def __init__(
         self, task: Task, names: tuple[str, ...], keys: Tensor, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -136,11 +138,11 @@ class Engine(abc.ABC):
         `payload` is the same small tensors for all, `each` has one row [C, ...] per client.
         The same call with the same `rng` gives the same answers.
         """
-        if (models is None) != (refs is None):
-            raise ConfigError("models and refs must be given together: a table [M, P] and the rows for each client.")
-        request = Request(
-            step, cohort, rng, work or self.task.work, models, refs, dict(payload or {}), dict(each or {})
-        )
+        return self.answers(self.request(step, cohort, rng, models, refs, payload, each, work))
+
+    def answers(self, request: Request) -> Iterator[Chunk]:
+        """The answers to a request; see `call`."""
+        cohort, models, refs = request.cohort, request.models, request.refs
         if models is not None and refs is not None:
             self.ledger.record_models(self.phase, request.name, cohort, self.num_clients, models, refs)
         self.ledger.record_payload(self.phase, request.name, len(cohort), request.payload, request.each)
@@ -163,6 +165,29 @@ class Engine(abc.ABC):
             reason = failed[0].reason if failed else "no answer"
             hint = "" if reason == LATE else "; is lr too large?"
             self.notes.append(f"round {self.round}: no client could do {plain_name(request.name)} ({reason}){hint}")
+
+    def request(
+        self,
+        step: ClientStep,
+        cohort: Tensor,
+        rng: Rng,
+        models: Tensor | None = None,
+        refs: Tensor | None = None,
+        payload: Mapping[str, Tensor] | None = None,
+        each: Mapping[str, Tensor] | None = None,
+        work: SGD | None = None,
+    ) -> Request:
+        """The request of a call with these arguments."""
+        if (models is None) != (refs is None):
+            raise ConfigError("models and refs must be given together: a table [M, P] and the rows for each client.")
+        return Request(step, cohort, rng, work or self.task.work, models, refs, dict(payload or {}), dict(each or {}))
+
+    def carry(self, request: Request, round: int, cohort: Tensor) -> None:
+        """Announce the evaluation of an earlier round: the calls of this round to `cohort` (ids [C]) may carry it.
+
+        `answers` of this request, at the end of the round, are then the answers that have come; others are asked.
+        """
+        return
 
     @abc.abstractmethod
     def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:

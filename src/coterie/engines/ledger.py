@@ -89,11 +89,14 @@ class Ledger:
         """Per-sample gradients that clients computed."""
         self._entry(phase, step)["gradients"] += gradients
 
-    def record_wire(self, phase: Phase, down: int, up: int) -> None:
-        """Bytes that a transport carried for a call, including its encoding."""
+    def record_wire(self, phase: Phase, messages: int, down: int, up: int) -> None:
+        """Messages of a transport, and the bytes that it carried, including its encoding.
+
+        A message that carries two calls is recorded once, in the phase of the call that it was sent for.
+        """
         entry = self._entry(phase, "wire")
-        entry["wire_down"] = entry.get("wire_down", 0) + down
-        entry["wire_up"] = entry.get("wire_up", 0) + up
+        for name, count in (("messages", messages), ("down", down), ("up", up)):
+            entry[f"wire_{name}"] = entry.get(f"wire_{name}", 0) + count
 
     def _entry(self, phase: Phase, step: str) -> dict[str, int]:
         name = f"{phase}/{step.rpartition(':')[2]}"
@@ -109,7 +112,10 @@ class Ledger:
             work[phase] += entry["gradients"]
             for key in ("down", "up", "scalars"):
                 phases[phase][key] += entry[key]
-        wire = {to: sum(entry.get(f"wire_{to}", 0) for entry in self.entries.values()) for to in ("down", "up")}
+        wire = {
+            name: sum(entry.get(f"wire_{name}", 0) for entry in self.entries.values())
+            for name in ("messages", "down", "up")
+        }
         return {
             **phases.pop("round"),
             **phases,

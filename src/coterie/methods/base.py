@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -43,6 +44,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.client.serving import Serving
+from coterie.client.steps import is_step
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Engine
@@ -221,6 +223,19 @@ def algorithms() -> dict[str, type[Algorithm[Any]]]:
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
     return dict(sorted(_ALGORITHMS.items()))
+
+
+def load_method_of(step: str) -> None:
+    """Import the module that defines a client step, or every method if the step's name does not tell which.
+
+    Nothing but `coterie.methods` is imported: a message must not choose what a site runs.
+    """
+    name = step.partition(":")[0].rpartition(".")[2]  # "coterie.fedper:train_together" -> "fedper"
+    for package in ("coterie.methods", "coterie.methods.parts"):
+        if name.isidentifier() and importlib.util.find_spec(f"{package}.{name}") is not None:
+            importlib.import_module(f"{package}.{name}")
+    if not is_step(step):
+        algorithms()
 
 
 def find_algorithm(name: str) -> type[Algorithm[Any]]:

@@ -1,4 +1,8 @@
-"""The one round loop: sample a cohort, let the method do its round, evaluate, record, checkpoint."""
+"""The one round loop: sample a cohort, let the method do its round, evaluate, record, checkpoint.
+
+Some engines carry the evaluation of a round with the calls of the next one (`Engine.carry`). The row of the round is
+then complete one round later; until then it is pending, also in checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from torch import Tensor
 from coterie.client.steps import adapt_and_evaluate, evaluate, evaluate_privately
 from coterie.data.federation import Federation
 from coterie.engines.attacks import Attack
-from coterie.engines.base import Engine, Failure
+from coterie.engines.base import Engine, Failure, Request
 from coterie.errors import ConfigError, Interrupted, RunError
 from coterie.methods.base import Algorithm, Personal
 from coterie.randomness import Rng
@@ -47,6 +51,16 @@ class Progress:
     )
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A round whose row is not complete: what is known of it, and the evaluation that is missing."""
+
+    row: Row
+    known: dict[str, Any]  # inputs of metrics
+    request: Request | None  # None: the round is not evaluated
+    honest: NDArray[np.bool_]  # [N] clients that do not attack
+
+
 class Trainer:
     """Runs a method on an engine. With a folder, the run can be stopped and resumed at any time."""
 
@@ -72,6 +86,7 @@ class Trainer:
         self.schedule, self.folder = schedule, folder
         self.progress = Progress()
         self.state: Any = None
+        self._pending: Pending | None = None
         self._observer = Several([observer])
         self._should_stop = should_stop
         self._rng = Rng.seed(schedule.seed).at("run")
@@ -89,8 +104,10 @@ class Trainer:
         while self.progress.round < self.schedule.rounds and not self.algorithm.should_stop(self.state):
             self._round(self.progress.round + 1)
             if self._should_stop():
+                self._report(self._complete())
                 self._save()
                 raise Interrupted(f"Stopped after round {self.progress.round} of {self.schedule.rounds}.")
+        self._report(self._complete())
         self._save()
         if self.folder is not None:
             arrays = self.method_exhibits()
@@ -118,6 +135,8 @@ class Trainer:
         self.welcome()
         before = self._padded(self.progress.labels[-1], -1)
         cohort = self.engine.draw(rng.at("cohort"), self.engine.cohort_size)
+        if self._pending is not None and self._pending.request is not None:
+            self.engine.carry(self._pending.request, self._pending.row["round"], cohort)
         # About twenty rounds and the last one are enough for a map of the models.
         is_mapped = number % max(1, self.schedule.rounds // _MAPPED) == 0 or number == self.schedule.rounds
         engine = listening(self.engine, self.sketches) if is_mapped else self.engine
@@ -126,41 +145,68 @@ class Trainer:
         in_clients = self.engine.client_seconds - worked
 
         labels = self.state.labels.numpy().copy()
-        row: Row = {"round": number, "cohort": len(cohort)}
         is_last = number == self.schedule.rounds or self.algorithm.should_stop(self.state)
-        known = self._known_clusters(labels) | {"before": before, "after": labels}
-        if is_last or number % self.schedule.evaluate_every == 0:
-            scores = self._evaluate(number)
-            row["spread"] = quantiles(scores)
-            known |= of_scores(scores, labels)
         totals = self.engine.ledger.totals()
         sent = {phase: totals[phase]["down"] + totals[phase]["up"] for phase in ("start", "repair")}
-        row |= measured(known) | {
+        row: Row = {
+            "round": number,
+            "cohort": len(cohort),
             "cluster_sizes": cluster_sizes(labels, self.state.num_clusters),
             "clients_met": int((labels >= 0).sum()),
             "failures": len(self.engine.failures) - failures,
             "repairs": self.state.repairs[repairs:],
             "decisions": self.state.decisions[decisions:],
             "bytes": {"down": totals["down"], "up": totals["up"], **sent},  # so far, without evaluation
-            "seconds": {
-                "train": in_clients,
-                "server": trained - began - in_clients,
-                "evaluate": time.perf_counter() - trained,
-            },
+            "seconds": {"train": in_clients, "server": trained - began - in_clients, "evaluate": 0.0},
         }
-        for phase, seconds in row["seconds"].items():
-            self.progress.seconds[phase] += seconds
         self.progress.round = number
-        self.progress.rows.append(row)
         self.progress.labels.append(labels)
-        if self.folder is not None:
-            self.folder.append(row)
+        done = self._complete()  # the round before
+        is_evaluated = is_last or number % self.schedule.evaluate_every == 0
+        self._pending = self._as_pending(row, before, is_evaluated)
+        if is_last or not is_evaluated or not self.engine.carries:
+            done += self._complete()
         now = time.monotonic()
         if not is_last and now - self._saved_at >= self.schedule.checkpoint_every:
             self._save()
         elif not is_last and now - self._shown_at >= max(_SHOW_EVERY, _SHOW_SHARE * self._show_took):
             self._show()
-        self._observer.round(row)
+        self._report(done)
+
+    def _as_pending(self, row: Row, before: NDArray[np.int64], is_evaluated: bool) -> Pending:
+        """The last round with what the method knows now; `before` are the labels [N] before it."""
+        labels = self.progress.labels[-1]
+        known = self._known_clusters(labels) | {"before": before, "after": labels}
+        request = self._evaluation(row["round"]) if is_evaluated else None
+        return Pending(row, known, request, ~self._attackers(len(labels)))
+
+    def _complete(self) -> list[Row]:
+        """Complete the pending row with the scores of its round, and write it; returns it if there is one."""
+        began = time.perf_counter()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return []
+        row, known = dict(pending.row), pending.known
+        head: Row = {"round": row["round"], "cohort": row["cohort"]}
+        if pending.request is not None:
+            failures = len(self.engine.failures)
+            scores = self._evaluate(row["round"], pending.request)
+            scores = scores | {"samples": scores["samples"] * pending.honest}  # attackers have no samples
+            head["spread"] = quantiles(scores)
+            known = known | of_scores(scores, known["after"])
+            row["failures"] += len(self.engine.failures) - failures
+        row = head | measured(known) | row
+        row["seconds"] = row["seconds"] | {"evaluate": time.perf_counter() - began}
+        for phase, seconds in row["seconds"].items():
+            self.progress.seconds[phase] += seconds
+        self.progress.rows.append(row)
+        if self.folder is not None:
+            self.folder.append(row)
+        return [row]
+
+    def _report(self, rows: list[Row]) -> None:
+        for row in rows:
+            self._observer.round(row)
 
     def welcome(self) -> int:
         """Take in clients that have joined; to the method they are clients it has not seen yet."""
@@ -183,21 +229,29 @@ class Trainer:
         """Earlier values [n] as values of all clients [N]: some may have joined since."""
         return np.pad(values, (0, self.engine.num_clients - len(values)), constant_values=fill)
 
-    def _evaluate(self, number: int) -> dict[str, NDArray[Any]]:
-        """Scores of every client's personal model on its test samples; attackers count as having no samples."""
-        self.engine.begin(number, "evaluate")
-        everyone = self.engine.everyone()
+    def _evaluation(self, number: int) -> Request:
+        """The evaluation of every client's personal model on its test samples, after a round."""
+        everyone = torch.arange(len(self.state.labels))
         personal = self.algorithm.personal(self.state, everyone)
-        scores = evaluate_clients(self.engine, personal, everyone, self.rng_of_evaluation(number))
-        self.engine.begin(number, "round")
+        return evaluation_of(self.engine, personal, everyone, self.rng_of_evaluation(number))
+
+    def _evaluate(self, number: int, request: Request) -> dict[str, NDArray[Any]]:
+        """The scores of every client after a round, which may be the one before the current round."""
+        now = self.engine.round
+        self.engine.begin(number, "evaluate")
+        scores = scores_of(self.engine, request)
+        self.engine.begin(now, "round")
         self.progress.scores.append(scores)
         self.progress.score_rounds.append(number)
-        honest = ~self.attack.attackers.numpy()
-        return scores | {"samples": scores["samples"] * honest}
+        return scores
 
     def _known_clusters(self, labels: NDArray[np.int64]) -> dict[str, Any]:
         """Inputs of metrics about clusters; attackers count as not seen."""
-        return of_clusters(np.where(self.attack.attackers.numpy(), -1, labels), self.groups())
+        return of_clusters(np.where(self._attackers(len(labels)), -1, labels), self.groups())
+
+    def _attackers(self, count: int) -> NDArray[np.bool_]:
+        """Which of the first `count` clients attack."""
+        return self.attack.attackers.numpy()[:count]
 
     def rng_of_evaluation(self, number: int) -> Rng:
         """The randomness with which personal models are adapted in that round."""
@@ -274,6 +328,7 @@ class Trainer:
             "seconds": self.progress.seconds,
             "notes": self.engine.notes,
             "rows_bytes": self.folder.rows_bytes(),
+            "pending": None if self._pending is None else self._pending.row,
         }
         self.folder.save_checkpoint(Checkpoint(self.progress.round, tensors, plain))
         self._show()
@@ -357,6 +412,11 @@ class Trainer:
             score_rounds=list(plain["score_rounds"]),
             seconds=dict(plain["seconds"]),
         )
+        if plain.get("pending") is not None:
+            self._pending = self._as_pending(plain["pending"], self.progress.labels[-2], is_evaluated=True)
+        joined = self.engine.num_clients - len(self.state.labels)  # while the run was stopped
+        if joined > 0:
+            self.state = self.state.with_more_clients(joined)
 
 
 def attack_of(keys: Tensor, schedule: Schedule) -> Attack:
@@ -364,20 +424,25 @@ def attack_of(keys: Tensor, schedule: Schedule) -> Attack:
     return Attack.of(keys, schedule.attack, schedule.attackers, schedule.corrupt, schedule.seed)
 
 
-def evaluate_clients(engine: Engine, personal: Personal, clients: Tensor, rng: Rng) -> dict[str, NDArray[Any]]:
-    """Scores of each client [n] with its personal model; clients that fail score 0 with samples = 0."""
+def evaluation_of(engine: Engine, personal: Personal, clients: Tensor, rng: Rng) -> Request:
+    """The request that evaluates each of these clients [n] with its personal model."""
     work = None if personal.adapt is None else personal.adapt(engine.task.work)
     if personal.private and work is not None:
         raise NotImplementedError("No method both adapts its models and keeps its losses private.")
     step = evaluate_privately if personal.private else evaluate if work is None else adapt_and_evaluate
     step = step if personal.serve is None else personal.serve.evaluate
+    return engine.request(step, clients, rng, personal.models, personal.refs, None, personal.each, work)
+
+
+def scores_of(engine: Engine, evaluation: Request) -> dict[str, NDArray[Any]]:
+    """The scores of each client [n]; clients that fail score 0 with samples = 0."""
+    count = len(evaluation.cohort)
     found: dict[str, NDArray[Any]] = {}
-    models, refs, each = personal.models, personal.refs, personal.each
-    for chunk in engine.call(step, clients, models=models, refs=refs, each=each, work=work, rng=rng):
+    for chunk in engine.answers(evaluation):
         for name, values in chunk.answer.items():
-            scores = np.zeros(len(clients), dtype=np.int64 if name == "samples" else np.float64)
+            scores = np.zeros(count, dtype=np.int64 if name == "samples" else np.float64)
             found.setdefault(name, scores)[chunk.positions.numpy()] = values.cpu().numpy()
     if not found:
-        return {"samples": np.zeros(len(clients), dtype=np.int64), "loss": np.zeros(len(clients))}
+        return {"samples": np.zeros(count, dtype=np.int64), "loss": np.zeros(count)}
     # Where clients keep their sample counts private, all weigh the same.
-    return {"samples": np.ones(len(clients), dtype=np.int64)} | found
+    return {"samples": np.ones(count, dtype=np.int64)} | found

@@ -23,7 +23,7 @@ from coterie.errors import ConfigError, DataError
 from coterie.methods.base import Algorithm, Personal, S
 from coterie.nets.mixture import Served
 from coterie.randomness import Rng, uniform
-from coterie.runs.loop import evaluate_clients
+from coterie.runs.loop import evaluation_of, scores_of
 from coterie.runs.metrics import METRICS, of_clusters, of_scores
 
 
@@ -174,7 +174,7 @@ def onboard(
     fresh.begin(0, "evaluate")
     personal = algorithm.personal(replace(state, labels=labels), fresh.everyone())
     point = rng.at("evaluate")
-    scores = evaluate_clients(fresh, personal, fresh.everyone(), point)
+    scores = scores_of(fresh, evaluation_of(fresh, personal, fresh.everyone(), point))
     return Newcomers(present, fresh, labels, personal, scores, point, state.labels, groups)
 
 

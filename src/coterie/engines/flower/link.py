@@ -74,8 +74,8 @@ class Link:
         now = time.monotonic()
         unknown = [number for number in nodes if number not in there and self._silent.get(number, 0.0) <= now]
         new: list[Member] = []
-        hello = {number: _hello() for number in unknown}
-        for number, reply in sorted(self._exchange(hello, "query", _HELLO), key=lambda pair: _claimed(pair[1])):
+        hello = {number: ("query", _hello()) for number in unknown}
+        for number, reply in sorted(self._exchange(hello, _HELLO), key=lambda pair: _claimed(pair[1])):
             if isinstance(reply, str):
                 self._silent[number] = time.monotonic() + _RETRY  # not every round: each attempt takes up to _HELLO
                 continue
@@ -133,8 +133,11 @@ class Link:
 
     # ---- messages ----
 
-    def ask(self, contents: Mapping[str, RecordDict], kind: str, deadline: float) -> Iterator[tuple[str, Any]]:
-        """Send each member its message; yields names with replies as they arrive, or with the reason of a failure."""
+    def ask(self, contents: Mapping[str, tuple[str, RecordDict]], deadline: float) -> Iterator[tuple[str, Any]]:
+        """Send each member its message, a kind and a content.
+
+        Yields names with replies as they arrive, or with the reason of a failure.
+        """
         if any(name not in self._node for name in contents):
             self.roll_call()
         for name in contents:
@@ -142,17 +145,17 @@ class Link:
                 yield name, "is not connected"
         to = {self._node[name]: content for name, content in contents.items() if name in self._node}
         name_of = {self._node[name]: name for name in contents if name in self._node}
-        for number, reply in self._exchange(to, kind, deadline):
+        for number, reply in self._exchange(to, deadline):
             yield name_of[number], reply
 
-    def _exchange(self, contents: Mapping[int, RecordDict], kind: str, deadline: float) -> Iterator[tuple[int, Any]]:
+    def _exchange(self, contents: Mapping[int, tuple[str, RecordDict]], deadline: float) -> Iterator[tuple[int, Any]]:
         """Push the messages, then poll until all nodes have answered or the deadline has passed."""
         if not contents:
             return
         ends = time.monotonic() + deadline
         nodes = list(contents)
         try:
-            messages = [Message(contents[n], n, kind, ttl=deadline + _EXTRA_TTL) for n in nodes]
+            messages = [Message(content, n, kind, ttl=deadline + _EXTRA_TTL) for n, (kind, content) in contents.items()]
             ids = list(self._grid.push_messages(messages))
             ids += [None] * (len(nodes) - len(ids))
             waiting = {str(message): node for message, node in zip(ids, nodes, strict=True) if message}

@@ -11,14 +11,14 @@ from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from coterie.client.block import Models
-from coterie.client.steps import find_step
+from coterie.client.steps import ClientStep, find_step
 from coterie.client.task import Task
-from coterie.client.work import from_dict
+from coterie.client.work import SGD, from_dict
 from coterie.data.federation import SPLITS, Federation, Split, cut
 from coterie.engines.flower import wire
 from coterie.engines.flower.memory import DiskMemory, folder_name
 from coterie.engines.loop import LoopEngine
-from coterie.errors import CoterieError, DataError
+from coterie.errors import ConfigError, CoterieError, DataError
 from coterie.nets.flat import Loss
 from coterie.randomness import Rng, name_keys
 
@@ -27,19 +27,36 @@ class Site:
     """Answers requests for the clients of a federation, one at a time."""
 
     def __init__(
-        self, federation: Federation, make: Callable[[Rng], nn.Module], loss: Loss, folder: Path, device: str = "cpu"
+        self,
+        federation: Federation,
+        make: Callable[[Rng], nn.Module],
+        loss: Loss,
+        folder: Path,
+        device: str = "cpu",
+        register: Callable[[str], None] = lambda step: None,
     ) -> None:
         self.federation, self._make, self._loss = federation, make, loss
         self._folder, self._device = folder, device
+        self._register = register  # imports what defines a step that is not known yet
         self._engines: dict[Any, LoopEngine] = {}
 
     def answer(self, content: RecordDict) -> RecordDict:
-        """Run the requested step; if it raises, the answer is a failure with the reason."""
+        """Run the requested steps; if one raises, its answer is a failure with the reason."""
+        content, first = wire.parted(content)
+        round = wire.read_call(content).round
+        before = None if first is None else self._answer(first, round)
+        return wire.joined(self._answer(content, round), before)
+
+    def _answer(self, content: RecordDict, round: int) -> RecordDict:
+        """The answer to one call of a message of this round."""
         call, models, payload, each = wire.read_request(content)
         if call.client not in self.federation.names:
             return wire.failure(f"this site is not '{call.client}'")
+        # A call of an earlier round remembers in the round of its message: a server that repeats that round repeats it.
+        folder = self._folder / folder_name(call.run) / folder_name(call.client)
+        memory = DiskMemory(folder, round, call.life, call.past)
         try:
-            tensors, gradients = self._do(call, models, payload, each)
+            tensors, gradients = self._do(call, memory, models, payload, each)
         except CoterieError as error:
             return wire.failure(str(error))
         except Exception as error:  # the user's code may raise anything
@@ -47,28 +64,38 @@ class Site:
         return wire.answer(tensors, gradients)
 
     def _do(
-        self, call: wire.Call, sent: list[Tensor], payload: dict[str, Tensor], each: dict[str, Tensor]
+        self,
+        call: wire.Call,
+        memory: DiskMemory,
+        sent: list[Tensor],
+        payload: dict[str, Tensor],
+        each: dict[str, Tensor],
     ) -> tuple[dict[str, Tensor], int]:
-        engine = self._engine(call)
+        step, work = self._known(call)
+        engine = self._engine(call, work)
         engine.begin(call.round, call.phase)  # type: ignore[arg-type]
         client = torch.tensor([self.federation.names.index(call.client)])
-        folder = self._folder / folder_name(call.run) / folder_name(call.client)
-        memory = DiskMemory(folder, call.round, call.life, call.past)
         block = engine.block_of(client, engine.plan, Rng(call.key), memory)
         models = None
         if call.models is not None:
             table = torch.stack(sent).to(engine.device, engine.dtype)
             refs = torch.arange(len(sent), device=engine.device)
             models = Models(table, refs.unsqueeze(0) if call.several else refs)
-        step = find_step(call.step)
         with torch.no_grad(), engine.precision():
-            answer = step(block, models, from_dict(call.work), **payload, **each)
+            answer = step(block, models, work, **payload, **each)
         return dict(answer), block.gradients
 
-    def _engine(self, call: wire.Call) -> LoopEngine:
+    def _known(self, call: wire.Call) -> tuple[ClientStep, SGD]:
+        """The step and the work of a call."""
+        try:
+            return find_step(call.step), from_dict(call.work)
+        except ConfigError:
+            self._register(call.step)
+            return find_step(call.step), from_dict(call.work)
+
+    def _engine(self, call: wire.Call, work: SGD) -> LoopEngine:
         key = (call.seed, call.precision)
         if key not in self._engines:
-            work = from_dict(call.work)
             data = self.federation
             task = Task.made(self._make, call.seed, self._loss, data.num_classes, data.input_shape, work)
             settings = {"precision": call.precision}

@@ -1,7 +1,11 @@
-"""Requests to clients and their answers, as Flower records. Only arrays and JSON, no pickles."""
+"""Requests to clients and their answers, as Flower records. Only arrays and JSON, no pickles.
+
+A message may hold a second call, which the client does first; its records have names of their own (`first.call`).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections import OrderedDict
@@ -17,6 +21,7 @@ from torch import Tensor
 from coterie.errors import CoterieError
 
 CALL, MODEL, PAYLOAD, EACH, ANSWER, INFO = "call", "model", "payload", "each", "answer", "told"
+_FIRST = "first."
 _DTYPES = ("float16", "float32", "float64", "int64", "int32", "int8", "uint8", "bool")
 _HEADER = 4096  # bytes allowed for an array's header
 
@@ -36,7 +41,7 @@ class Call:
     key: int  # random key of the call
     seed: int  # for the initial weights of the run
     work: dict[str, Any]
-    models: int | None  # number of models sent; None: the step does not take models
+    models: list[str] | None  # names of the records of its models; None: the step does not take models
     several: bool = False  # whether the step takes a list of models, even if there is one
     run: str = ""  # name of the run, under which the client stores its memory
     life: str = ""  # id of the server process
@@ -90,14 +95,20 @@ def size_of(content: RecordDict) -> int:
 # ---- requests ----
 
 
+def model_record(params: Tensor) -> tuple[str, ArrayRecord]:
+    """A model as a record, and its name, which depends on the content: a message holds equal models once."""
+    record = record_of({"params": params})
+    return f"{MODEL}.{hashlib.sha256(record['params'].data).hexdigest()[:32]}", record
+
+
 def request(
-    call: Call, models: list[ArrayRecord], payload: ArrayRecord | None, each: Mapping[str, Tensor]
+    call: Call, models: Mapping[str, ArrayRecord], payload: ArrayRecord | None, each: Mapping[str, Tensor]
 ) -> RecordDict:
     """The content of a request. Messages share model records, which Flower stores once."""
     content = RecordDict()
     content[CALL] = ConfigRecord({"json": json.dumps(asdict(call))})
-    for number, model in enumerate(models):
-        content[f"{MODEL}.{number}"] = model
+    for name, model in models.items():
+        content[name] = model
     if payload is not None:
         content[PAYLOAD] = payload
     if each:
@@ -105,16 +116,45 @@ def request(
     return content
 
 
-def read_request(content: RecordDict) -> tuple[Call, list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """The call, its models, the common payload and the payload of this client."""
+def read_call(content: RecordDict) -> Call:
+    """The call of a request, without its arrays."""
     try:
-        call = Call(**json.loads(str(content[CALL]["json"])))
+        return Call(**json.loads(str(content[CALL]["json"])))
     except (KeyError, TypeError, ValueError) as error:
         raise Refused(f"received an invalid request ({type(error).__name__})") from error
-    models = [tensors_of(content[f"{MODEL}.{number}"])["params"] for number in range(call.models or 0)]
+
+
+def read_request(content: RecordDict) -> tuple[Call, list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The call, its models, the common payload and the payload of this client."""
+    call = read_call(content)
+    models = [tensors_of(content[name])["params"] for name in call.models or ()]
     payload = tensors_of(content[PAYLOAD]) if PAYLOAD in content else {}
     each = tensors_of(content[EACH]) if EACH in content else {}
     return call, models, payload, each
+
+
+# ---- two calls in one message ----
+
+
+def joined(content: RecordDict, first: RecordDict | None) -> RecordDict:
+    """A request, or an answer, together with that of a call that the client does first."""
+    both = RecordDict()
+    for name, record in content.items():
+        both[name] = record
+    for name, record in () if first is None else first.items():
+        both[name if name.startswith(f"{MODEL}.") else f"{_FIRST}{name}"] = record
+    return both
+
+
+def parted(content: RecordDict) -> tuple[RecordDict, RecordDict | None]:
+    """What `joined` was given; both parts of a request have all models."""
+    parts = RecordDict(), RecordDict()
+    for name, record in content.items():
+        is_first = name.startswith(_FIRST)
+        parts[is_first][name.removeprefix(_FIRST)] = record
+        if name.startswith(f"{MODEL}."):
+            parts[True][name] = record
+    return parts[False], parts[True] if any(name.startswith(_FIRST) for name in content) else None
 
 
 # ---- answers ----
