@@ -127,7 +127,7 @@ def test_slow_killed_returning_and_joining_nodes(sites):
     sites.node(2)  # it comes back, and is known
     sites.node(3)  # it is new
     sites.node(4, fault="slow")
-    sites.wait_for_end(500)
+    sites.wait_for_end(700)
     rows = sites.rows()
     assert [row["round"] for row in rows] == list(range(1, 11))
     summary = sites.summary()
