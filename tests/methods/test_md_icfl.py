@@ -161,18 +161,18 @@ def answers_of(method, **schedule):
     """Every answer of a whole run, evaluation included: step -> names of what it tells."""
     trainer = trainer_of(setup_of(method, schedule=Schedule(rounds=4, **schedule)))
     answers: dict[str, set[str]] = {}
-    call = trainer.engine.call
+    answers_to = trainer.engine.answers
 
-    def recorded(step, cohort, **more):
-        for chunk in call(step, cohort, **more):
-            answers.setdefault(step.__name__, set()).update(chunk.answer)
+    def recorded(request):
+        for chunk in answers_to(request):
+            answers.setdefault(request.step.__name__, set()).update(chunk.answer)
             for name, tensor in chunk.answer.items():
                 size = trainer.engine.task.layout.size
                 wide = {"params": size, "counts": 3, "signature": 3 * size}.get(name, 1)
                 assert tensor[0].numel() == wide
             yield chunk
 
-    trainer.engine.call = recorded
+    trainer.engine.answers = recorded
     trainer.run()
     return answers, trainer
 

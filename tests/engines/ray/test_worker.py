@@ -105,7 +105,7 @@ def test_calls_may_be_made_inside_a_call_and_left_before_their_end(worker):
 
 def test_memory_goes_out_and_comes_back(worker):
     all_parts(worker, 1, worker.begin(1, message(count_calls, [0, 2], refs=None), None, {}))
-    kept = worker.memory()
+    kept = {name: array.copy() for name, array in worker.memory().items()}  # as Ray does
     all_parts(worker, 2, worker.begin(2, message(count_calls, range(5), refs=None), None, {}))
     worker.remember(kept)
     assert worker.memory()[f"value.{OWN_MODEL}"][:, 0].tolist() == [1, 0, 1, 0, 0]
