@@ -152,8 +152,7 @@ class Block:
             batches = [Batches(self._data, self.clients[part.order], part, key) for key in keys]
             own = {name: value[order] for name, value in extras.items()}
             refs = sent.refs[order]
-            same = len(refs) == 1 or len(sent.table) == 1  # then nothing is copied
-            begun = sent.table[int(refs[0])].expand(len(refs), -1) if same else sent.table[refs]
+            begun = _rows_at(sent.table, refs)
             self._plan.train(Job(layout, begun, in_order[which], work, part, batches, dropout[order], own))
 
         self._plan.each(one, counts)
@@ -200,16 +199,15 @@ class Block:
                 continue
             order = mine[holders].to(torch.int8).argsort(dim=1, descending=True, stable=True)
             samples = [(counts[holders] + parts - 1 - part) // parts for part in range(parts)]
-            found = [
-                self._mean_gradient(params, data, holders, order[:, part::parts], samples[part])
-                for part in range(parts)
-            ]
-            yield label, holders, torch.stack(found, dim=1), torch.stack(samples, dim=1)
+            found = params[0].new_zeros(len(holders), parts, self.task.layout.num_parameters)
+            for part in range(parts):
+                self._mean_gradient(params, data, holders, order[:, part::parts], samples[part], found[:, part])
+            yield label, holders, found, torch.stack(samples, dim=1)
 
     def _mean_gradient(
-        self, params: list[Tensor], data: Batch, holders: Tensor, order: Tensor, counts: Tensor
-    ) -> Tensor:
-        """Gradients [h, num_parameters] over the first `counts` [h] samples in `order` of clients `holders` [h].
+        self, params: list[Tensor], data: Batch, holders: Tensor, order: Tensor, counts: Tensor, total: Tensor
+    ) -> None:
+        """Add gradients over the first `counts` [h] samples in `order` of clients `holders` [h] to `total` [h, P].
 
         `params` and `data` are those of all clients.
         """
@@ -217,7 +215,6 @@ class Block:
         cut = len(layout.parameters)
         width = max(1, self._at_once // len(holders))
         most = int(counts.max())
-        total: Tensor | None = None
         for begin in range(0, most, width):
             rows = (counts > begin).nonzero().flatten()
             here = holders[rows]
@@ -229,15 +226,12 @@ class Block:
             own = params if len(here) == len(self) else [tensor[here] for tensor in params]
             buffers = [tensor.clone() for tensor in own[cut:]]
             gradients = self._kernel.gradients(own[:cut], buffers, batch)
-            flat = torch.cat([g.reshape(len(rows), -1) for g in gradients], dim=1)
-            if begin == 0 and most <= width and len(rows) == len(holders):
-                return flat
-            if total is None:
-                total = flat.new_zeros(len(holders), layout.num_parameters)
+            if most <= width and len(rows) == len(holders):
+                for slot, gradient in zip(layout.parameters, gradients, strict=True):
+                    total[:, slot.start : slot.stop] = gradient.reshape(len(rows), -1)
+                return
+            flat = torch.cat([gradient.reshape(len(rows), -1) for gradient in gradients], dim=1)
             total[rows] += flat * (inside.sum(1).to(flat.dtype) / counts[rows]).unsqueeze(1)
-        if total is None:  # nobody has samples in this part
-            return params[0].new_zeros(len(holders), layout.num_parameters)
-        return total
 
     # ---- evaluation ----
 
@@ -410,6 +404,17 @@ class _Scores:
     def result(self) -> dict[str, Tensor]:
         """One value per pair."""
         return {name: torch.cat(parts) for name, parts in self._parts.items() if parts}
+
+
+def _rows_at(table: Tensor, refs: Tensor) -> Tensor:
+    """Rows of a table, to be read only: copied only if they do not lie there as they are."""
+    first = int(refs[0])
+    if len(refs) == 1 or len(table) == 1:
+        return table[first].expand(len(refs), -1)
+    last = first + len(refs)
+    if last <= len(table) and torch.equal(refs, torch.arange(first, last, device=refs.device)):
+        return table[first:last]
+    return table[refs]
 
 
 def _runs(starts: Tensor, lengths: Tensor) -> Tensor:

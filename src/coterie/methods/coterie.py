@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from coterie.client.block import Block, Models
-from coterie.client.steps import OWN_MODEL, Answer, client_step
+from coterie.client.steps import Answer, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
@@ -109,13 +109,9 @@ def train_member(
             found["alarm"] = has_risen(block, losses[:, 0]) | is_strange(losses[:, 0], curve[:, 0])
     else:
         found |= watched(block, models, watch)
-    if shares is None:
-        trained = own = block.train(models, work)
-    else:
-        trained, own = train_balanced(block, models, work, shares)
-    block.memory.put(OWN_MODEL, own)
+    trained = train_balanced(block, models, work, shares)
     if finish is not None and shares is not None and curve is not None:
-        finish_own(block, models, own, lengthened(work, float(finish)), shares, curve)
+        finish_own(block, models, lengthened(work, float(finish)), shares, curve)
     if sign is not None:  # at the same coarse model as clients that sign later
         layout = block.task.layout
         table = torch.stack([restored(*coarsened(row, layout), layout) for row in models.table])

@@ -391,7 +391,8 @@ def test_a_finished_model_is_kept_only_where_it_gains():
     curve = 0.1 * Rng.seed(6).uniform(5, NUM_MIXES)
     finished = block.train(trained, work, purpose="finish ")
     assert not torch.equal(finished, block.train(trained, work))  # the batches are others than those of the round
-    finish_own(block, sent(center), trained, work, shares, curve)
+    block.memory.put(OWN_MODEL, trained)
+    finish_own(block, sent(center), work, shares, curve)
     kept, mix = block.memory.get(OWN_MODEL, center), block.memory.get(personal._MIX, FIVE)
     turn, better = label_shift(block, shares), []
     for client in range(5):
@@ -414,7 +415,8 @@ def test_a_model_that_diverges_when_it_is_finished_is_not_kept():
     curve = torch.zeros(5, NUM_MIXES).double()
     work = SGD(lr=1e300, epochs=2)
     assert not bool(block.train(trained, work, purpose="finish ").isfinite().all(1).any())
-    finish_own(block, sent(center), trained, work, shares, curve)
+    block.memory.put(OWN_MODEL, trained)
+    finish_own(block, sent(center), work, shares, curve)
     assert torch.equal(block.memory.get(OWN_MODEL, center), trained)
     losses, samples = compare_mixes(block, sent(center), shares)
     chosen = block.memory.get(personal._MIX, FIVE)
@@ -508,8 +510,8 @@ def test_balanced_training_is_training_with_shifted_outputs():
     block = block_of(uneven(), torch.arange(4))
     shares = torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64).expand(4, 3)
     start, work = models_of(block), SGD(lr=0.1, epochs=1, batch_size="full")
-    centers, own = train_balanced(block, sent(start), work, shares)
-    shift = label_shift(block, shares)
+    centers = train_balanced(block, sent(start), work, shares)
+    own, shift = block.memory.get(OWN_MODEL, start), label_shift(block, shares)
     assert bool((shift.abs() > 0.1).any())
     for i, (x, y) in enumerate(block.shards()):
         params = start[i].clone().requires_grad_()
@@ -523,9 +525,10 @@ def test_balanced_training_is_training_with_shifted_outputs():
 def test_clients_with_the_usual_proportions_train_as_always():
     block = block_of(uneven(), torch.arange(4))
     start, work = models_of(block), SGD(lr=0.1, epochs=2, batch_size=4)
-    centers, own = train_balanced(block, sent(start), work, torch.zeros(4, 3, dtype=torch.float64))
-    assert own is centers
-    assert torch.equal(centers, block.train(start, work))
+    for shares in (None, torch.zeros(4, 3, dtype=torch.float64)):
+        centers = train_balanced(block, sent(start), work, shares)
+        assert torch.equal(centers, block.train(start, work))
+        assert torch.equal(centers, block.memory.get(OWN_MODEL, start))
 
 
 def test_a_bias_after_a_norm_is_one_of_the_outputs():
@@ -541,6 +544,6 @@ def test_a_network_without_a_bias_of_its_outputs_trains_as_always(last):
     assert block.task.output_bias is None
     start, work = models_of(block), SGD(lr=0.1, epochs=1, batch_size=4)
     shares = torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64).expand(4, 3)
-    centers, own = train_balanced(block, sent(start), work, shares)
+    centers = train_balanced(block, sent(start), work, shares)
     assert torch.equal(centers, block.train(start, work))
-    assert own is centers
+    assert torch.equal(centers, block.memory.get(OWN_MODEL, start))

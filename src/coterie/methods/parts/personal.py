@@ -71,23 +71,25 @@ def label_prior(counts: Tensor) -> Tensor:
     return usual * (1 / min(1.0, max(correlation, 1 / _HEAVIEST)) - 1 + _LIGHTEST)
 
 
-def train_balanced(block: Block, models: Models, work: SGD, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """Train centers [c, P] as if each client had its cluster's label proportions; also the models as trained [c, P].
+def train_balanced(block: Block, models: Models, work: SGD, shares: Tensor | None) -> Tensor:
+    """Train centers as if each client had its cluster's label proportions: [c, P]. The client keeps what it trained.
 
     The shift b of the module is part of the output bias while a client trains, and then taken out again: a class that
     the client does not hold is not unlearnt. A network without an output bias trains as always.
     """
-    where, shift = block.task.output_bias, label_shift(block, shares)
-    if where is None or not bool(shift.any()):
+    where = block.task.output_bias
+    shift = None if shares is None or where is None else label_shift(block, shares)
+    if where is None or shift is None or not bool(shift.any()):
         trained = block.train(models, work)
-        return trained, trained
+        block.memory.put(OWN_MODEL, trained)
+        return trained
     begun = models.rows()
     shift = _wide(shift, begun[:, where])
     begun[:, where] += shift
-    own = block.train(begun, work)
-    centers = own.clone()
-    centers[:, where] -= shift
-    return centers, own
+    trained = block.train(begun, work)
+    block.memory.put(OWN_MODEL, trained)
+    trained[:, where] -= shift
+    return trained
 
 
 def with_own(block: Block, center: Models) -> Models:
@@ -157,9 +159,10 @@ def lengthened(work: SGD, rounds: float) -> SGD:
     return replace(work, epochs=max(1, min(_LONGEST, round(rounds * work.epochs))))
 
 
-def finish_own(block: Block, center: Models, trained: Tensor, work: SGD, shares: Tensor, curve: Tensor) -> None:
-    """Train the own model [c, P] further by `work`; keep it, and the mix that goes with it, where it does better."""
+def finish_own(block: Block, center: Models, work: SGD, shares: Tensor, curve: Tensor) -> None:
+    """Train the own model further by `work`; keep it, and the mix that goes with it, where it does better."""
     found = []
+    trained = block.memory.get(OWN_MODEL, center.rows())
     for own in (trained, block.train(trained, work, purpose="finish ")):
         block.memory.put(OWN_MODEL, own)
         losses, samples = compare_mixes(block, center, shares)
