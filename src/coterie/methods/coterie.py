@@ -178,6 +178,7 @@ class Coterie(SignedMethod[CoterieState]):
         "serve a client for data like its own (a mix with its own model), or for any data of its kind (its cluster's "
         "model)",
     )
+    guard: bool = setting(True, "let clients sign again and move, or choose by loss, when their loss has risen")
     clear: float = setting(CLEAR, "evidence (z) from which two groups of clients count as different kinds", gt=0)
     worth: float = setting(WORTH, "benefit (q) from which a cut is tried; from 10 on it is made at once", ge=0)
 
