@@ -33,7 +33,7 @@ def choose(
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Recommend a number of clusters, with the reason.
+    """Recommend a number of clusters, and say why.
 
     Trains some of the clients for a few rounds with each number, and compares accuracy on samples held out.
     """

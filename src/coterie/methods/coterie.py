@@ -11,8 +11,8 @@ The method for clients of which nothing is known. It costs FedAvg's bytes and as
 3. In some later rounds clients sign at their own centers: a model that has learnt more shows smaller differences. A
    cluster with several kinds is cut, and its parts start from the means of their members' models.
 4. A client whose held-out loss rises signs again and moves, or chooses a center by its loss (`parts/guard.py`).
-5. Each client is served with a mix of its center, adjusted to its label proportions, and the model that it trained
-   last, as its held-out samples prefer (`parts/personal.py`).
+5. Clients train with their label proportions taken out. Each is served with a mix of its center, adjusted to its label
+   proportions, and the model that it trained last, as its held-out samples prefer (`parts/personal.py`).
 
 Every decision is recorded with its evidence.
 """
