@@ -24,7 +24,7 @@ from coterie.runs.processes import start_server
 from coterie.runs.settings import parse_seeds
 
 if TYPE_CHECKING:
-    from coterie.runs.batch import Case
+    from coterie.runs.batch import Case, Loader
     from coterie.runs.observers import Listener
 
 OUT, RESULTS = Path("runs/reproduce"), Path("docs/results")
@@ -134,12 +134,19 @@ class _Run:
     def finish(self, suite: Suite) -> Result:
         """Run what is missing and there is time for, and write the result."""
         from coterie.reproduce.suite import cases_of, settings_of
+        from coterie.runs.batch import Loader
 
         cells, seeds, home = self.cells(suite), self.seeds or suite.seeds, self.root / suite.name
         spots = suite.spots(cells, seeds)
         where = None if self.data_dir is None else str(self.data_dir)
-        cases = cases_of(suite, spots, scale=self.scale, device=self.device, data_dir=where)
-        problems = self._run(suite, cases, home)
+        loader = Loader()
+
+        def count(case: Case) -> int:
+            groups = loader.federation(case).groups
+            return 1 if groups is None else len(groups.unique())
+
+        cases = cases_of(suite, spots, count, scale=self.scale, device=self.device, data_dir=where)
+        problems = self._run(suite, cases, home, loader)
 
         def settings(row: Row, column: Column) -> dict[str, Any]:
             tables = settings_of(suite, row, column)
@@ -161,17 +168,17 @@ class _Run:
             say(f"{suite.name}: {done} of {total} runs are there; the same command continues.", self.hidden)
         return result
 
-    def _run(self, suite: Suite, cases: list[Case], home: Path) -> dict[str, str]:
+    def _run(self, suite: Suite, cases: list[Case], home: Path, loader: Loader) -> dict[str, str]:
         """Run the cases that are not finished, until the time is over; why some failed, by place."""
         from coterie.cli.table import outcome_line
-        from coterie.runs.batch import Clock, Loader, check_cases, check_folders, run_cases
+        from coterie.runs.batch import Clock, check_cases, check_folders, run_cases
         from coterie.runs.folder import RunFolder
 
         check_folders(cases, home, ignored=_PLACE, option="--out")
         waiting = [case for case in cases if not (home / case.place / "summary.json").exists()]
         if not waiting or time.monotonic() > self.until:
             return {}
-        loader, problems = Loader(), dict[str, str]()
+        problems = dict[str, str]()
         check_cases(waiting[:1], loader)
         home.mkdir(parents=True, exist_ok=True)
 

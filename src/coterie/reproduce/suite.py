@@ -28,8 +28,8 @@ More fields, all optional:
 - `scale`: integer settings that `--scale` multiplies; by default run.rounds.
 - `[[parts]]`: a cell is the mean over these runs, each a `name` and settings (FLUX publishes means over four shifts).
 - `means`: named means over columns, {"all" = ["R = 0.5", "R = 1"]}.
-- `groups` of a column: the number of true groups for each of `seeds`, or a table of such lists by part;
-  `told` of a row: the field of its method that gets this number.
+- `groups` of a column: the number of true groups for each of `seeds`, or a table of such lists by part, with "count"
+  in place of a list to count them in the data; `told` of a row: the field of its method that gets this number.
 - `notes` of a column or row.
 - `figures`: functions "module:name" that draw from the finished runs (see `outcome.draw`); `keep_models`: keep the
   checkpoints of finished runs, for figures that need models.
@@ -42,7 +42,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -56,7 +56,7 @@ if TYPE_CHECKING:  # they import torch
     from coterie.runs.experiment import Experiment
 
 FOLDER = Path(__file__).with_name("suites")
-ALL = "all"
+ALL, COUNT = "all", "count"
 AS_PUBLISHED: dict[str, Any] = {  # mode "paper": the fields with which a method does what its paper says
     "init": "paper",
     "guard": False,
@@ -76,7 +76,7 @@ class Column:
     name: str
     tables: Tables = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)  # part -> true groups by seed; "": no parts
+    groups: Mapping[str, Sequence[int] | str] = field(default_factory=dict)  # part -> true groups by seed; "": no parts
 
     @property
     def key(self) -> str:
@@ -277,7 +277,7 @@ def _column(content: Mapping[str, Any], parts: Sequence[Part], seeds: Sequence[i
     groups = content.get("groups", {})
     groups = groups if isinstance(groups, Mapping) else {"": groups}
     for part, counts in groups.items():
-        if part not in ([one.name for one in parts] or [""]) or len(counts) != len(seeds):
+        if part not in ([one.name for one in parts] or [""]) or (counts != COUNT and len(counts) != len(seeds)):
             raise ConfigError(f"groups of column {content['name']} must have a number for each seed and part")
     tables = _tables(content, {"name", "notes", "groups"})
     return Column(_name(content["name"]), tables, tuple(content.get("notes", ())), groups)
@@ -372,9 +372,15 @@ def _reserve(suite: Suite) -> int:
 
 
 def cases_of(
-    suite: Suite, spots: Sequence[Spot], *, scale: float = 1.0, device: str | None = None, data_dir: str | None = None
+    suite: Suite,
+    spots: Sequence[Spot],
+    count: Callable[[Case], int],
+    *,
+    scale: float = 1.0,
+    device: str | None = None,
+    data_dir: str | None = None,
 ) -> list[Case]:
-    """The runs with all settings resolved and checked, in this order."""
+    """The runs with all settings resolved and checked, in this order; `count` counts the true groups of a run."""
     from coterie.runs.batch import SITUATION, Case
     from coterie.runs.experiment import resolve
 
@@ -382,20 +388,23 @@ def cases_of(
     found = []
     for spot in spots:
         tables = merge(settings_of(suite, spot.row, spot.column, spot.part), {"run": {"seed": spot.seed, **where}})
-        if spot.row.told:
-            tables["algorithm"][spot.row.told] = _groups(suite, spot)
+        labels = (SITUATION, spot.column.key), ("method", spot.name)
         try:
-            experiment = scaled(resolve(tables), suite.scale, scale)
+            if spot.row.told:
+                known = _groups(suite, spot)
+                tables["algorithm"][spot.row.told] = count(Case(labels, resolve(tables))) if known is None else known
+            found.append(Case(labels, scaled(resolve(tables), suite.scale, scale)))
         except ConfigError as error:
             raise ConfigError(f"{suite.name}, {spot.row.label}: {error}") from error
-        found.append(Case(((SITUATION, spot.column.key), ("method", spot.name)), experiment))
     return found
 
 
-def _groups(suite: Suite, spot: Spot) -> int:
-    """The number of true groups of a run."""
+def _groups(suite: Suite, spot: Spot) -> int | None:
+    """The number of true groups of a run; None: to be counted."""
     counts = spot.column.groups.get("" if spot.part is None else spot.part.name)
-    if counts is None or spot.seed not in suite.seeds:
+    if counts == COUNT:
+        return None
+    if counts is None or isinstance(counts, str) or spot.seed not in suite.seeds:
         raise ConfigError(
             f"{suite.name} knows the number of true groups of seeds {', '.join(map(str, suite.seeds))} only, and row "
             f"{spot.row.label} needs it. Choose seeds among them, or other rows with --rows."
