@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,7 +19,7 @@ from coterie.data.home import data_folder
 from coterie.errors import ConfigError, DataError, Interrupted, MissingExtra, RunsFailed
 from coterie.reproduce.needs import missing_data, sentence
 from coterie.reproduce.outcome import Result, draw, grid, read_result, read_runs, result_of, write
-from coterie.reproduce.suite import ALL, Column, Row, Suite, find_suites
+from coterie.reproduce.suite import ALL, Column, Row, Suite, find_suites, suite_names
 from coterie.runs.processes import start_server
 from coterie.runs.settings import parse_seeds
 
@@ -80,7 +80,7 @@ def reproduce(
     start_server(jobs)
     numbers = None if seeds is None else parse_seeds(seeds)
     run = _Run(root, target, numbers, rows or [], columns or [], scale, jobs, device, data_dir, quiet or json_)
-    run.until = float("inf") if limit_seconds is None else time.monotonic() + limit_seconds
+    run.until = float("inf") if limit_seconds is None else monotonic() + limit_seconds
     found, absent = [], []
     for suite in suites:  # before the first run: a bad name costs nothing
         run.cells(suite)
@@ -176,7 +176,7 @@ class _Run:
 
         check_folders(cases, home, ignored=_PLACE, option="--out")
         waiting = [case for case in cases if not (home / case.place / "summary.json").exists()]
-        if not waiting or time.monotonic() > self.until:
+        if not waiting or monotonic() > self.until:
             return {}
         problems = dict[str, str]()
         check_cases(waiting[:1], loader)
@@ -191,7 +191,7 @@ class _Run:
         with RunFolder(home).held(), stop_on_ctrl_c(self.hidden) as pressed:
 
             def is_over() -> bool:
-                return pressed() or time.monotonic() > self.until
+                return pressed() or monotonic() > self.until
 
             every = run_cases(waiting, home, jobs=self.jobs, say=say, loader=loader, watch=watch, should_stop=is_over)
             try:
@@ -212,7 +212,7 @@ class _Run:
 
     def _command(self, suite: Suite) -> str:
         """The command of one suite, without the options that do not change the result."""
-        words = ["coterie", "reproduce", suite.name]
+        words = ["coterie", "reproduce", suite.name if suite.name in suite_names() else f"{suite.name}.toml"]
         words += [] if self.seeds is None else ["--seeds", ",".join(map(str, self.seeds))]
         words += [word for row in self.rows for word in ("--rows", row)]
         words += [word for column in self.columns for word in ("--columns", column)]
