@@ -104,8 +104,7 @@ def reproduce(
         if "problem" in one
     ]
     if problems:
-        total = sum(_count(result) for result in found)
-        raise RunsFailed(problems[0], len(problems), total)
+        raise RunsFailed(problems[0], len(problems), run.total)
 
 
 class _Run:
@@ -127,6 +126,7 @@ class _Run:
         self.root, self.target, self.seeds, self.scale = root, target, seeds, scale
         self.rows, self.columns, self.jobs, self.device = rows, columns, jobs, device
         self.data_dir, self.hidden, self.until = data_dir, hidden, float("inf")
+        self.total = 0  # runs that were asked for
 
     def cells(self, suite: Suite) -> list[tuple[Row, Column]]:
         return suite.chosen(self.rows, self.columns)
@@ -138,6 +138,7 @@ class _Run:
 
         cells, seeds, home = self.cells(suite), self.seeds or suite.seeds, self.root / suite.name
         spots = suite.spots(cells, seeds)
+        self.total += len(spots)
         where = None if self.data_dir is None else str(self.data_dir)
         loader = Loader()
 
@@ -221,11 +222,6 @@ class _Run:
         return shlex.join(words)
 
 
-def _count(result: Result) -> int:
-    done = sum(max((one["n"] for one in cell["ours"].values()), default=0) for cell in result["cells"])
-    return done + len(result["missing"])
-
-
 def _print(result: Result) -> None:
     """The tables of a result: one for each metric."""
     from coterie.cli.grids import Cell, Grid, print_grids
@@ -271,8 +267,8 @@ def _state(suite: Suite, root: Path, results: Path, folder: Path) -> dict[str, A
     done = sum((root / suite.name / spot.place / "summary.json").exists() for spot in spots)
     here, written = read_result(root / suite.name), read_result(results / suite.name)
     found = [result for result in (here, written) if result is not None]
-    kept = len(spots) - len(written["missing"]) if written is not None and written["seeds"] == list(suite.seeds) else 0
-    most = max(done, kept)
+    seeds = [max((one["n"] for one in cell["ours"].values()), default=0) for cell in (written or {}).get("cells", [])]
+    most = min(len(spots), max(done, sum(seeds) * max(1, len(suite.parts))))
     return {
         "name": suite.name,
         "paper": suite.paper,
@@ -280,7 +276,7 @@ def _state(suite: Suite, root: Path, results: Path, folder: Path) -> dict[str, A
         "priority": suite.priority,
         "done": most,
         "total": len(spots),
-        "state": "done" if most >= len(spots) else "part" if most or written else "not started",
+        "state": "done" if most == len(spots) else "part" if most else "not started",
         "date": max((result["date"] for result in found), default=None),
         "result": str(results / suite.name) if written is not None else None,
         "missing": missing_data(suite, folder),
