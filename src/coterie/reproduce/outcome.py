@@ -77,7 +77,7 @@ class Measure:
         return None if summary is None else self.format.factor * float(summary)
 
 
-UNSEEN = {
+OTHERS = {  # numbers of a summary that are no metrics
     "unseen": Measure("accuracy of unseen clients", ("unseen", "accuracy", "micro"), PERCENT),
     "unseen_macro": Measure("accuracy of unseen clients, mean over clients", ("unseen", "accuracy", "macro"), PERCENT),
     "clusters": Measure("clusters", ("clusters",), NUMBER, "none"),
@@ -85,11 +85,11 @@ UNSEEN = {
 
 
 def measure(name: str) -> Measure:
-    """The measure of a name: the key of a metric of a run, or one of unseen clients."""
-    if name in UNSEEN:
-        return UNSEEN[name]
+    """The measure of a name: the key of a metric of a run, or one of OTHERS."""
+    if name in OTHERS:
+        return OTHERS[name]
     if name not in METRICS:
-        raise UnknownName("metric", name, (*METRICS, *UNSEEN))
+        raise UnknownName("metric", name, (*METRICS, *OTHERS))
     metric = METRICS[name]
     return Measure(metric.label, metric.place, metric.format, metric.better)
 

@@ -5,7 +5,7 @@
     priority = 10                            # 'reproduce all' starts with the smallest
     data = ["mnist"]                         # datasets that must be in the data folder
     seeds = [0, 1, 2]
-    metrics = ["accuracy", "ari"]            # what the paper reports; see `outcome.MEASURES`
+    metrics = ["accuracy", "ari"]            # what the paper reports; see `outcome.measure`
     notes = ["..."]                          # where data, rounds or settings are not the paper's
 
     [base]                                   # tables as in --config; fields of [algorithm] for the methods that have
