@@ -113,6 +113,14 @@ def test_the_page_shows_published_ours_and_difference(tiny: Suite):
     assert "## ARI" not in text  # nothing published, nothing measured
 
 
+def test_a_single_column_is_one_table_of_metrics(tiny: Suite):
+    cells, runs = tiny.chosen(columns=["all"]), found({"all/global-s0": summary(0.81, 0.5)})
+    text = page(result_of(tiny, cells, [0], runs, command=""))
+    assert "## all\n\n|  | accuracy, % | ARI |" in text
+    assert "| Global | 80.00 → 81.00 (+1.00) | 0.50 |" in text
+    assert "| Magic | 99.00 → - | - |" in text
+
+
 def test_finished_runs_are_read_from_their_folders(tiny: Suite, tmp_path: Path):
     spots = tiny.spots(tiny.chosen(["Global"], ["all"]), [0, 1])
     done = tmp_path / "all" / "global-s1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from coterie.data.fetch import stored_sources
 from coterie.errors import ConfigError, UnknownName
 from coterie.reproduce.outcome import measure
-from coterie.reproduce.suite import Suite, cases_of, find_suites, read_suite, settings_of, suite_names
+from coterie.reproduce.suite import FOLDER, Suite, cases_of, find_suites, read_suite, settings_of, suite_names
 
 EVERY = {suite.name: suite for suite in find_suites(["all"])}
 EXPECTED = {f"md_icfl/table{n}" for n in range(1, 7)}
@@ -24,8 +25,12 @@ def no_count(case: object) -> int:
     raise AssertionError("no groups to count here")
 
 
-def test_every_table_is_there():
+def test_every_table_is_there_and_part_of_the_package():
     assert set(suite_names()) >= EXPECTED
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["coterie"]
+    for path in FOLDER.rglob("*.toml"):
+        assert any(path.relative_to(FOLDER.parents[1]).match(pattern) for pattern in patterns)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -18,7 +18,7 @@ from coterie.cli.output import RoundProgress, say, stdout, stop_on_ctrl_c, table
 from coterie.data.home import data_folder
 from coterie.errors import ConfigError, DataError, Interrupted, MissingExtra, RunsFailed
 from coterie.reproduce.needs import missing_data, sentence
-from coterie.reproduce.outcome import Result, draw, grid, read_result, read_runs, result_of, write
+from coterie.reproduce.outcome import Result, draw, read_result, read_runs, result_of, tables_of, write
 from coterie.reproduce.suite import ALL, Column, Row, Suite, find_suites, suite_names
 from coterie.runs.processes import start_server
 from coterie.runs.settings import parse_seeds
@@ -164,9 +164,6 @@ class _Run:
                 draw(suite, result, home, self.target / suite.name)
             except MissingExtra as error:
                 say(f"no figures of {suite.name}: {error}")
-        if result["missing"]:
-            done, total = len(spots) - len(result["missing"]), len(spots)
-            say(f"{suite.name}: {done} of {total} runs are there; the same command continues.", self.hidden)
         return result
 
     def _run(self, suite: Suite, cases: list[Case], home: Path, loader: Loader) -> dict[str, str]:
@@ -226,16 +223,16 @@ def _print(result: Result) -> None:
     """The tables of a result: one for each metric."""
     from coterie.cli.grids import Cell, Grid, print_grids
 
-    grids = []
-    for name, metric in result["metrics"].items():
-        rows, columns, texts = grid(result, name)
-        cells = {key: Cell(text) for key, text in texts.items()}
-        if rows:
-            grids.append(Grid(metric["label"], rows, columns, cells))
+    grids = [
+        Grid(table.title, table.rows, table.columns, {key: Cell(text) for key, text in table.texts.items()})
+        for table in tables_of(result)
+    ]
     title = f"{result['paper']}. {result['title']}: published → ours ± standard deviation over seeds (difference)"
     print_grids(stdout(), grids, title)
     for note in result["notes"]:
         stdout().print(f"- {note}", markup=False)
+    if result["missing"]:
+        stdout().print(f"{len(result['missing'])} runs are missing; the same command continues.", markup=False)
 
 
 # ---- the list ----

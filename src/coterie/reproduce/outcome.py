@@ -325,14 +325,38 @@ def text_of(cell: Result, metric: str, digits: int) -> str:
     return f"{published:.{digits}f} → {mine}{more}"
 
 
-def grid(result: Result, metric: str) -> tuple[list[str], list[str], dict[tuple[str, str], str]]:
-    """Rows, columns and texts of one metric; rows without any number are left out."""
-    digits = result["metrics"][metric]["digits"]
-    texts = {(cell["row"], cell["column"]): text_of(cell, metric, digits) for cell in result["cells"] + result["means"]}
-    rows, columns = (list(dict.fromkeys(key[i] for key in texts)) for i in (0, 1))
-    rows = [row for row in rows if any(texts.get((row, column), "-") != "-" for column in columns)]
-    columns = [column for column in columns if any(texts.get((row, column), "-") != "-" for row in rows)]
-    return rows, columns, texts
+@dataclass(frozen=True)
+class Table:
+    """Texts of rows and columns under a title."""
+
+    title: str
+    texts: Mapping[tuple[str, str], str]  # row, column
+
+    @property
+    def rows(self) -> list[str]:
+        """The rows that have a number."""
+        return list(dict.fromkeys(row for (row, _), text in self.texts.items() if text != "-"))
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that have a number."""
+        filled = {column for (_, column), text in self.texts.items() if text != "-"}
+        return list(dict.fromkeys(column for _, column in self.texts if column in filled))
+
+
+def tables_of(result: Result) -> list[Table]:
+    """A table for each metric; if the result has a single column, one table with a column for each metric."""
+    cells, metrics = result["cells"] + result["means"], result["metrics"]
+    found = []
+    for name, metric in metrics.items():
+        texts = {(cell["row"], cell["column"]): text_of(cell, name, metric["digits"]) for cell in cells}
+        found.append(Table(metric["label"], texts))
+    columns = list(dict.fromkeys(column for table in found for column in table.columns))
+    if len(columns) == 1:
+        rows = dict.fromkeys(cell["row"] for cell in cells)
+        one = {(row, table.title): table.texts.get((row, columns[0]), "-") for row in rows for table in found}
+        found = [Table(columns[0], one)]
+    return [table for table in found if table.rows]
 
 
 def page(result: Result) -> str:
@@ -345,11 +369,9 @@ def page(result: Result) -> str:
     ]
     if result["notes"]:
         parts.append("\n".join(f"- {note}" for note in result["notes"]))
-    for name, metric in result["metrics"].items():
-        rows, columns, texts = grid(result, name)
-        if rows:
-            lines = [[row, *(texts.get((row, column), "-") for column in columns)] for row in rows]
-            parts += [f"## {metric['label']}", markdown_table([["", *columns], *lines])]
+    for table in tables_of(result):
+        lines = [[row, *(table.texts.get((row, column), "-") for column in table.columns)] for row in table.rows]
+        parts += [f"## {table.title}", markdown_table([["", *table.columns], *lines])]
     costs = [cell for cell in result["cells"] if cell["bytes"] is not None]
     if costs:
         lines = [
