@@ -16,7 +16,7 @@ from coterie.cli.data import FolderFlag
 from coterie.cli.flags import JobsFlag, JsonFlag, QuietFlag
 from coterie.cli.output import RoundProgress, say, stdout, stop_on_ctrl_c, table_of
 from coterie.data.home import data_folder
-from coterie.errors import ConfigError, DataError, Interrupted, MissingExtra, RunsFailed
+from coterie.errors import ConfigError, DataError, Interrupted, MissingExtra, RunError, RunsFailed
 from coterie.reproduce.needs import missing_data, sentence
 from coterie.reproduce.outcome import Result, draw, read_result, read_runs, result_of, tables_of, write
 from coterie.reproduce.suite import ALL, Column, Row, Suite, find_suites, suite_names
@@ -159,11 +159,13 @@ class _Run:
         )
         write(home, result)
         if self.target is not None:
-            write(self.target / suite.name, result)
+            there = self.target / suite.name
+            write(there, result)
             try:
-                draw(suite, result, home, self.target / suite.name)
-            except MissingExtra as error:
+                result["figures"] = [path.name for path in draw(suite, result, home, there)]
+            except (DataError, MissingExtra, RunError) as error:
                 say(f"no figures of {suite.name}: {error}")
+            write(there, result)
         return result
 
     def _run(self, suite: Suite, cases: list[Case], home: Path, loader: Loader) -> dict[str, str]:
