@@ -58,7 +58,10 @@ def reproduce(
     write_: Annotated[
         Path | None, typer.Option("--write", help="Also write tables, results and figures to SUITE inside this folder.")
     ] = None,
-    results: Annotated[Path, typer.Option(help="Folder of written results, for --list.")] = RESULTS,
+    leaderboard: Annotated[
+        bool, typer.Option("--leaderboard", help="Write one page of all results in the folder of --results.")
+    ] = False,
+    results: Annotated[Path, typer.Option(help="Folder of written results, for --list and --leaderboard.")] = RESULTS,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -69,6 +72,9 @@ def reproduce(
     """
     if not 0 < scale <= 1:
         raise ConfigError(f"--scale must be a float > 0 and <= 1. Got {scale:g} instead.")
+    if leaderboard:
+        _write_board(results, json_)
+        return
     root = out if scale == 1 else out / f"scale-{scale:g}"
     target = write_ if write_ is None or scale == 1 else write_ / f"scale-{scale:g}"
     suites = find_suites(names or ([ALL] if list_ else []))
@@ -235,6 +241,15 @@ def _print(result: Result) -> None:
         stdout().print(f"- {note}", markup=False)
     if result["missing"]:
         stdout().print(f"{len(result['missing'])} runs are missing; the same command continues.", markup=False)
+
+
+def _write_board(results: Path, json_: bool) -> None:
+    from coterie.reproduce.leaderboard import write_board
+
+    files, problem = write_board(results)
+    if problem:
+        say(f"no figure: {problem}")
+    print(json.dumps([str(path) for path in files]) if json_ else f"written: {', '.join(map(str, files))}")
 
 
 # ---- the list ----
