@@ -37,6 +37,7 @@ Cell = Mapping[str, Any]
 SCORE = "accuracy_micro"  # both papers weigh clients by their samples
 FIG5_ROUNDS = 300
 BELOW = (5.0, 2.0, 0.0)  # points below FedAvg's accuracy that `rounds_to_reach` looks for
+_PALE = ("local", "fedprox")  # of many methods, they get the colours that stand out least
 _MARKERS = "osD^vP"
 _DASHES: Any = (0, (4, 1.6))
 _FEWEST_SAMPLES, _MOST_SAMPLES = 60, 600  # of a client whose features are shown
@@ -75,6 +76,7 @@ def _looks(cells: Iterable[Cell], kind: Callable[[Cell], Any] = lambda cell: cel
     """The look of each row: a colour for each kind of row, dashes for the published one of two."""
     rows = {cell["row"]: cell for cell in cells if cell["runs"]}
     kinds = list(dict.fromkeys(kind(cell) for cell in rows.values() if cell["method"] != "coterie"))
+    kinds.sort(key=lambda one: one in _PALE)
     ours = {kind(cell) for cell in rows.values() if cell["mode"] == "ours"}
     return {
         row: Look(
@@ -86,7 +88,15 @@ def _looks(cells: Iterable[Cell], kind: Callable[[Cell], Any] = lambda cell: cel
 
 
 def _save(figure: Figure, folder: Path, *words: str) -> list[Path]:
-    return save(figure, folder / "-".join(key_of(word) for word in words), kinds=("png",))
+    """Write a PNG of 256 colours, a third of the size: figures of results are kept in the repository."""
+    paths = save(figure, folder / "-".join(key_of(word) for word in words), kinds=("png",))
+    from PIL import Image  # matplotlib needs it, too
+
+    for path in paths:
+        with Image.open(path) as image:
+            small = image.convert("RGB").quantize(256)
+        small.save(path, optimize=True)
+    return paths
 
 
 def _titled(figure: Figure, title: str) -> Figure:
@@ -132,11 +142,13 @@ def _save_curves(cells: Sequence[Cell], runs: Path, folder: Path, looks: Mapping
     what = f"{title}: accuracy by round, mean over seeds; clients weigh by their samples"
     figure, found = _side_by_side(len(columns), what, _room(looks))
     for axes, column in zip(found, columns, strict=True):
+        for row, look in looks.items():  # all rows are in the legend, whichever panel has them
+            axes.plot([], [], color=look.colour, linestyle=look.dashes, linewidth=1.4, label=row)
         lowest = []
         for cell in (cell for cell in cells if cell["column"] == column):
             rounds, values = _curve(_read(cell, runs))
             look = looks[cell["row"]]
-            draw_line(axes, rounds, values, look.colour, cell["row"], style=look.dashes)
+            draw_line(axes, rounds, values, look.colour, "_" + cell["row"], style=look.dashes)
             lowest.append(float(values[len(values) // 10 :].min()))
         # What a method does in its first rounds would make the rest flat.
         axes.set_ylim(bottom=max(0.0, min(lowest) - 0.02))

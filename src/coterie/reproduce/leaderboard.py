@@ -71,6 +71,12 @@ class Line:
         return f"{self.method} ({self.variant})" if self.variant else self.method
 
     @property
+    def short(self) -> str:
+        """The method, or the label of a variant in its table: "FeSEM(4)"."""
+        labels = [entry.row.removesuffix(", our start") for entry in self.entries.values()]
+        return labels[0] if self.variant else self.method
+
+    @property
     def regret(self) -> float:
         return statistics.fmean(entry.regret for entry in self.entries.values())
 
@@ -259,7 +265,8 @@ def _table(results: Sequence[Result], lines: Sequence[Line]) -> str:
     )
     rows = ""
     for line in lines:
-        name = f'{escape(line.name)} <span class="dim">{escape(MODES.get(line.mode, line.mode))}</span>'
+        name = f'{escape(line.method)} <span class="dim">{escape(MODES.get(line.mode, line.mode))}</span>'
+        name += f"<small>{escape(line.variant)}</small>" if line.variant else ""
         sums = (len(line.entries), line.regret, line.rank, line.share)
         cells = "".join(
             f'<td class="number" data-value="{"" if value is None else value}">{_number(value, digits)}</td>'
@@ -322,8 +329,10 @@ def board_figure(lines: Sequence[Line]) -> Figure:
     title = "all methods over all tables: accuracy against bytes"
     figure, axes = frame(title, LIGHT, width=8.6, height=6.0)
     known = [entry.share for line in lines for entry in line.entries.values() if entry.share]
-    nothing = 0.5 * min(known, default=1.0)  # a logarithmic axis has no zero
+    least, most = min(known, default=1.0), max(known, default=1.0)
+    nothing = 0.6 * least  # a logarithmic axis has no zero
     points = []
+    lines = sorted(lines, key=lambda line: (line.method != "coterie", -len(line.entries)))  # these are named first
     for line in lines:
         marker, position = _LOOKS[line.mode]
         fill = LIGHT.ink if line.method == "coterie" else colour(position)
@@ -336,12 +345,11 @@ def board_figure(lines: Sequence[Line]) -> Figure:
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=2.0, linscale=0.8)
     axes.set_ylim(1.1 * max(entry.regret for line in lines for entry in line.entries.values()) + 1, -0.15)
-    marks = [
-        mark for mark in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if 0.9 * nothing <= mark <= 1.2 * max(known, default=1)
-    ]
+    marks = [mark for mark in (0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 10, 20, 50) if 0.95 * least <= mark <= 1.2 * most]
     silent = [nothing] if any(not line.share for line in lines) else []
     axes.set_xticks([*silent, *marks], [*("nothing" for _ in silent), *(f"{mark:g}" for mark in marks)])
     axes.set_xticks([], minor=True)
+    axes.set_xlim(0.8 * (nothing if silent else least), 1.35 * most)
     falls = [0, 0.5, 1, 2, 5, 10, 20, 50]
     axes.set_yticks(falls, [f"{fall:g}" for fall in falls])
     axes.set_yticks([], minor=True)
@@ -351,7 +359,7 @@ def board_figure(lines: Sequence[Line]) -> Figure:
     axes.scatter([], [], s=42, marker="s", color=LIGHT.ink, label="coterie")
     axes.scatter([], [], s=5, color=LIGHT.ink, alpha=0.4, label="one cell")
     put_legend(axes, LIGHT)
-    _name_points(axes, points, [line.name for line in lines])
+    _name_points(axes, points, [line.short for line in lines])
     return figure
 
 
@@ -362,7 +370,7 @@ def _name_points(axes: Axes, points: Sequence[tuple[float, float]], names: Seque
     at = [tuple(scale * axes.transData.transform(point)) for point in points]
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in at]
     for (x, y), point, name in zip(at, points, names, strict=True):
-        wide, high = 3.6 * len(name), 7.0
+        wide, high = 4.0 * len(name), 7.0
         for far in range(5, 90, 6):
             sides = [
                 (far, 0),
