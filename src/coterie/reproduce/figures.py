@@ -363,7 +363,8 @@ def pseudo_samples(result: Result, runs: Path, folder: Path) -> list[Path]:
     """Pictures of pseudo samples of the first run of each row (MD-ICFL's Fig. 7)."""
     files = []
     for cell in result["cells"]:
-        for run in _read(cell, runs, whole=True)[:1]:
+        run = next((run for run in _read(cell, runs, whole=True) if "pseudo" in run.method), None)
+        if run is not None:
             title = f"{cell['row']}, seed {run.seed}: pseudo samples, a column for each class"
             files += _save(_titled(plots.pseudo_samples(run), title), folder, "pseudo samples", cell["row"])
     return files

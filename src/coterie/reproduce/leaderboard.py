@@ -334,7 +334,7 @@ def board_figure(lines: Sequence[Line]) -> Figure:
     points = []
     lines = sorted(lines, key=lambda line: (line.method != "coterie", -len(line.entries)))  # these are named first
     for line in lines:
-        marker, position = _LOOKS[line.mode]
+        marker, position = _LOOKS.get(line.mode, _LOOKS["ours"])
         fill = LIGHT.ink if line.method == "coterie" else colour(position)
         cells = [(entry.share or nothing, entry.regret) for entry in line.entries.values() if entry.share is not None]
         shares, regrets = zip(*cells, strict=True)
