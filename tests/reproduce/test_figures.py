@@ -30,6 +30,8 @@ run.dataset = "rotated-digits"
 run.clients = 8
 run.rounds = 3
 work.epochs = 1
+scenario.samples = 80
+scenario.quantity = 4.0
 
 [[columns]]
 name = "K = 2"
