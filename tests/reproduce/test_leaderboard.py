@@ -105,13 +105,26 @@ def test_a_missing_cell_counts_for_nothing(two: list[dict[str, Any]]):
     assert (entry.published, entry.difference) == (88.5, 1.5)
 
 
-def test_without_fedavg_in_a_cell_there_is_no_share():
-    (line,) = lines_of([result("a/t", cell("ifca", 90.0))])
-    assert line.share is None
+def test_cells_without_fedavg_and_figures_are_not_on_the_board():
+    rows = cell("fedavg", 80.0), cell("ifca", 90.0), cell("ifca", 91.0, "K = 2"), cell("fedavg", None, "K = 2")
+    results = [result("a/t", *rows), result("a/figures-x", *rows)]
+    lines = lines_of(results)
+    assert [(line.method, list(line.entries)) for line in lines] == [
+        ("ifca", [Place("a/t", "all")]),
+        ("fedavg", [Place("a/t", "all")]),
+    ]
+    assert "K = 2" not in board_html(results, lines, None)
+    assert "figures-x" in board_html(results, lines, None)  # in the list of suites
+
+
+def test_a_line_whose_bytes_are_not_known_has_no_share():
+    lines = lines_of([result("a/t", cell("fedavg", 80.0), cell("ifca", 90.0, bytes=None))])
+    assert [(line.method, line.share) for line in lines] == [("ifca", None), ("fedavg", 1)]
 
 
 def test_rows_of_one_method_and_mode_are_told_apart_by_their_settings():
     rows = [
+        cell("fedavg", 60.0),
         cell("fesem", 80.0, row="FeSEM(2)", settings={"algorithm.num_clusters": 2, "algorithm.init": "paper"}),
         cell("fesem", 82.0, row="FeSEM(4)", settings={"algorithm.num_clusters": 4, "algorithm.init": "random"}),
         cell("md_icfl", 70.0, row="MD-ICFL-1", settings={"run.rounds": 3}),
@@ -119,6 +132,7 @@ def test_rows_of_one_method_and_mode_are_told_apart_by_their_settings():
     ]
     names = {(line.name, line.short) for line in lines_of([result("a/t", *rows)])}
     assert names == {
+        ("fedavg", "fedavg"),
         ("fesem (num_clusters=2)", "FeSEM(2)"),
         ("fesem (num_clusters=4)", "FeSEM(4)"),
         ("md_icfl", "md_icfl"),

@@ -6,7 +6,10 @@ A *cell* is a suite and a column, and its score is the first metric of the suite
 a table has several rows of the same method and mode (FeSEM with 2, 3 and 4 clusters), each is a line of its own, named
 by the settings in which they differ. In a cell the *regret* of a line is how many points it is below the best line, its
 *rank* is 1 for the best, and its *share* is what it sent divided by what FedAvg sent. Means are over the cells that a
-line has. Rows that are only published have no line.
+line has.
+
+Not on the board: rows that are only published, suites of figures, which repeat cells of tables, and cells without
+FedAvg, which compare a method with itself (MD-ICFL's table of K).
 """
 
 from __future__ import annotations
@@ -107,17 +110,26 @@ def score_of(result: Result) -> str | None:
     return next((name for name, metric in result["metrics"].items() if metric["better"] == "high"), None)
 
 
+def _cells_of(result: Result) -> Iterator[tuple[Place, list[Mapping[str, Any]]]]:
+    """The cells of the board, with the rows that have a score."""
+    score = score_of(result)
+    if score is None or str(result["suite"]).partition("/")[2].startswith("figures"):
+        return
+    for column in dict.fromkeys(cell["column"] for cell in result["cells"]):
+        cells = [cell for cell in result["cells"] if cell["column"] == column and score in cell["ours"]]
+        if any(cell["method"] == "fedavg" for cell in cells):
+            yield Place(result["suite"], column), cells
+
+
 def lines_of(results: Iterable[Result]) -> list[Line]:
     """All lines, the smallest mean regret first."""
     found: dict[tuple[str, str, str], Line] = {}
     for result in results:
-        score = score_of(result)
-        for column in dict.fromkeys(cell["column"] for cell in result["cells"]):
-            cells = [cell for cell in result["cells"] if cell["column"] == column and score in cell["ours"]]
-            for cell, entry in _entries(cells, str(score)):
+        for place, cells in _cells_of(result):
+            for cell, entry in _entries(cells, str(score_of(result))):
                 key = (cell["method"], cell["mode"], _variant(cell, cells))
                 line = found.setdefault(key, Line(*key))
-                line.entries[Place(result["suite"], column)] = entry
+                line.entries[place] = entry
     return sorted(found.values(), key=lambda line: (line.regret, line.name, line.mode))
 
 
@@ -217,7 +229,7 @@ def index_text(results: Sequence[Result]) -> str:
 def board_html(results: Sequence[Result], lines: Sequence[Line], picture: Path | None) -> str:
     """The page: one file that needs no network. Texts are escaped, and only its own script may run."""
     script = static("leaderboard.js")
-    papers = list(dict.fromkeys(result["paper"] for result in results if score_of(result)))
+    papers = list(dict.fromkeys(result["paper"] for result in results if any(_cells_of(result))))
     options = "".join(f"<option>{escape(paper)}</option>" for paper in papers)
     image = ""
     if picture is not None:
@@ -232,7 +244,8 @@ def board_html(results: Sequence[Result], lines: Sequence[Line], picture: Path |
         "<p>Rows are methods, as published or with our start and defaults; <b>coterie</b> is not told the number of "
         "clusters. A cell has our accuracy in percent (mean over seeds), below it the published number and our "
         "difference from it. Regret: points below the best row of the cell. Means are over the cells that a row has, "
-        "so rows with few cells compare badly. Click on a heading to sort.</p>"
+        "so rows with few cells compare badly. Cells without FedAvg, and figures, are not here. Click on a heading to "
+        "sort.</p>"
         f'<div class="controls"><label>paper <select id="paper"><option value="">all</option>{options}</select></label>'
         f'<span id="count" class="dim"></span></div>{_table(results, lines)}{image}'
         f"<h2>Suites</h2>{_suites(results)}</main>"
@@ -244,10 +257,9 @@ def board_html(results: Sequence[Result], lines: Sequence[Line], picture: Path |
 
 def _table(results: Sequence[Result], lines: Sequence[Line]) -> str:
     places = [
-        (Place(result["suite"], column), result["paper"], f"{result['title']}. {column}")
+        (place, result["paper"], f"{result['title']}. {place.column}")
         for result in results
-        for column in dict.fromkeys(cell["column"] for cell in result["cells"])
-        if any(Place(result["suite"], column) in line.entries for line in lines)
+        for place, _ in _cells_of(result)
     ]
     heads = "".join(
         f'<th class="number"{more}><button type="button">{text}</button></th>'
