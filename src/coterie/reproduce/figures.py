@@ -94,7 +94,7 @@ def _save(figure: Figure, folder: Path, *words: str) -> list[Path]:
 
     for path in paths:
         with Image.open(path) as image:
-            small = image.convert("RGB").quantize(256)
+            small = image.convert("RGB").quantize(256, kmeans=1)
         small.save(path, optimize=True)
     return paths
 
@@ -343,7 +343,8 @@ def pseudo_confusion(result: Result, runs: Path, folder: Path) -> list[Path]:
         if maps:
             means = {group: np.mean(maps[group], axis=0) for group in sorted(maps)}
             titles = [f"{group}: diagonal {np.diag(one).mean():.2f}" for group, one in means.items()]
-            title = f"{cell['row']}: pseudo samples as classified by new models, mean over {len(cell['runs'])} seed(s)"
+            seeds = ", ".join(place.rpartition("-s")[2] for place in cell["runs"])
+            title = f"{cell['row']}: pseudo samples as classified by new models, mean over seeds {seeds}"
             files += _save(draw_maps(list(means.values()), titles, title, LIGHT), folder, "confusion", cell["row"])
     return files
 
