@@ -22,7 +22,7 @@ from coterie.runs.reading import RunData, read_run
 from coterie.views import plots
 from coterie.views.plots.samples import draw_maps
 from coterie.views.plots.several import save
-from coterie.views.plots.style import LIGHT, colour, draw_line, panels, put_legend, round_axis, score_axis
+from coterie.views.plots.style import LIGHT, OKABE_ITO, colour, draw_line, panels, put_legend, round_axis, score_axis
 from coterie.views.report.compare import megabytes_sent
 from coterie.views.report.map import neighbours
 
@@ -38,7 +38,7 @@ SCORE = "accuracy_micro"  # both papers weigh clients by their samples
 FIG5_ROUNDS = 300
 BELOW = (5.0, 2.0, 0.0)  # points below FedAvg's accuracy that `rounds_to_reach` looks for
 _PALE = ("local", "fedprox")  # of many methods, they get the colours that stand out least
-_MARKERS = "osD^vP"
+_MARKERS = "osD"
 _DASHES: Any = (0, (4, 1.6))
 _FEWEST_SAMPLES, _MOST_SAMPLES = 60, 600  # of a client whose features are shown
 
@@ -394,18 +394,19 @@ def features(result: Result, runs: Path, folder: Path) -> list[Path]:
     for word, client in (("most", int(sizes.argmax())), ("few", int(enough[sizes[enough].argmin()]))):
         x, y = data.samples(client)
         shown, classes = x[:_MOST_SAMPLES], y[:_MOST_SAMPLES].numpy()
-        title = f"features of {len(shown)} of the {len(x)} training samples of {data.names[client]} (t-SNE)"
+        part = "" if len(shown) == len(x) else f"{len(shown)} of "
+        title = f"features of {part}the {len(x):,} training samples of {data.names[client]} (t-SNE)"
         figure, found = _side_by_side(len(opened), title, 0.7, width=2.5, height=2.5)
         for axes, (row, one) in zip(found, opened.items(), strict=True):
             points = neighbours(_inner(one.personal_model(client), shown))
             if points is None:
                 return []
             for label in np.unique(classes).tolist():
-                marker = _MARKERS[label // 8 % len(_MARKERS)]
-                own = points[classes == label].T
-                axes.scatter(*own, color=colour(label), marker=marker, s=9, linewidths=0, label=str(label))
+                again = label // len(OKABE_ITO)  # colours repeat as crosses
+                own, style = points[classes == label].T, {"marker": "ox+"[again % 3], "linewidths": 0.9 * (again > 0)}
+                axes.scatter(*own, color=colour(label), s=11, label=str(label), **style)
             axes.set(xticks=[], yticks=[])
-            axes.set_title(f"{row}: {100 * scores[row][client]:.0f} % of its tests", fontsize=9)
+            axes.set_title(f"{row}: accuracy {100 * scores[row][client]:.0f} %", fontsize=9)
         put_legend(found[-1], LIGHT, beside=True, title="class", title_fontsize=8, handlelength=0.8, markerscale=1.6)
         files += _save(figure, folder, "features", word)
     return files
