@@ -6,6 +6,7 @@ kernel computes gradients and outputs of a stack of models.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -331,7 +332,8 @@ class Block:
             found, labels = [], []
             for part in torch.arange(len(where)).split(self._at_once):
                 x, y = self._data.at(split, where[part].to(self._data.device), view[part])
-                found.append(self._kernel.outputs(table[model : model + 1], x.unsqueeze(0))[0])
+                with _untuned():
+                    found.append(self._kernel.outputs(table[model : model + 1], x.unsqueeze(0))[0])
                 labels.append(y)
             yield torch.cat(found), torch.cat(labels), lengths
 
@@ -347,7 +349,8 @@ class Block:
             inside = place < lengths.unsqueeze(1)  # [u, width]
             where = (offsets[pairs[some, 1]].unsqueeze(1) + place).where(inside, torch.zeros(1, dtype=torch.int64))
             x, y = self._data.gather(self._data.index(split)[where.to(self._data.device)], pairs[some, 2])
-            outputs = self._kernel.outputs(table[pairs[some, 0].to(table.device)], x)
+            with _untuned():
+                outputs = self._kernel.outputs(table[pairs[some, 0].to(table.device)], x)
             real = inside.to(self._data.device)
             yield outputs[real], y[real], lengths
 
@@ -361,6 +364,17 @@ class Block:
 
     def _sizes(self, split: SplitName) -> Tensor:
         return self._split(split).sizes[self.clients]
+
+
+@contextlib.contextmanager
+def _untuned() -> Iterator[None]:
+    """Without cuDNN's tuning, which would begin anew for every number of samples."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 class _Scores:

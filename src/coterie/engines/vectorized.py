@@ -40,7 +40,7 @@ _CACHE_BYTES = 4 << 20  # of a stack on a CPU, so that it stays in the cache
 _HEAP_BYTES = 24 << 20  # models of a chunk on a CPU: beyond 32 MB the C library takes fresh pages for each tensor
 _LARGEST_PIECE = 32
 _STREAMS = 16  # for the convolutions of different clients on a GPU
-_LOOPS = 4  # clients of `loop+graph`, each on its own stream
+_LOOPS = 8  # clients of `loop+graph`, each on its own stream
 _BESIDE = 64  # clients of `streams+graph`: each has its own launches
 
 
