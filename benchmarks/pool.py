@@ -15,18 +15,13 @@ Row = dict[str, Any]
 
 
 def run_all(work: Callable[..., Row], cases: Sequence[tuple[Any, ...]], jobs: int, out: str = "") -> list[Row]:
-    """Call `work(*case)` for every case; return the rows in this order, and append them to `out` as JSON lines.
-
-    An empty row is a case that was not run; it is left out.
-    """
+    """Call `work(*case)` for every case; return the rows in this order, and append them to `out` as JSON lines."""
     context = multiprocessing.get_context("spawn")
     rows: dict[int, Row] = {}
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         places = {pool.submit(work, *case): place for place, case in enumerate(cases)}
         for done in as_completed(places):
             row = done.result()
-            if not row:
-                continue
             rows[places[done]] = row
             print(json.dumps(row), flush=True)
             if out:

@@ -322,6 +322,15 @@ def test_two_checkpoints_are_kept(folder: RunFolder):
     ]
 
 
+def test_only_a_finished_run_drops_its_checkpoints(folder: RunFolder):
+    folder.save_checkpoint(checkpoint(1))
+    folder.drop_checkpoints()
+    assert saved(folder) == ["round-000001"]
+    folder.write_json("summary.json", {})
+    folder.drop_checkpoints()
+    assert not (folder.path / "checkpoint").exists()
+
+
 def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_them(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ):

@@ -49,7 +49,8 @@ def fetch(
 @app.command("list")
 def list_data(data_dir: FolderFlag = None, json_: JsonFlag = False) -> None:
     """List the stored datasets, and those that can be fetched."""
-    from coterie.data.sources.stored import data_folder
+    from coterie.data.fetch import stored_sources
+    from coterie.data.home import data_folder
 
     folder = data_folder(data_dir)
     rows = [_row(source, folder) for source in stored_sources()]
@@ -70,19 +71,6 @@ def list_data(data_dir: FolderFlag = None, json_: JsonFlag = False) -> None:
 
 
 app.command("show")(show)
-
-
-def stored_sources() -> list[StoredSource]:
-    """Every stored source; EMNIST once per split."""
-    from coterie.data.dataset import source_class
-    from coterie.data.fetch import RECIPES, IdxRecipe, Recipe
-    from coterie.data.sources.sign import Sign
-    from coterie.data.sources.stored import StoredSource
-
-    plain = [source_class(name)() for name, recipe in RECIPES.items() if isinstance(recipe, Recipe)]
-    emnist = [recipe.source for recipe in RECIPES.values() if isinstance(recipe, IdxRecipe)]
-    found = [source for source in (*plain, *emnist, Sign()) if isinstance(source, StoredSource)]
-    return sorted(found, key=lambda source: source.stem)
 
 
 def _row(source: StoredSource, folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from coterie.cli.output import table_of
 from coterie.runs.batch import SITUATION
 from coterie.runs.comparison import Row, standings_of, total_bytes
 from coterie.runs.metrics import METRICS, Format, Metric
-from coterie.views.words import size_text
+from coterie.views.words import markdown_table, size_text
 
 _POINTS = Format(100, 1)
 SHOWN = ("accuracy", "bottom5", "ari")  # keys of metrics; bytes come last
@@ -138,10 +138,10 @@ def markdown_of(title: str, rows: Sequence[Row], grids: Sequence[Grid], situatio
     for grid in grids:
         lines = _lines(grid, is_turned=False)
         cells = [[f"**{cell.text}**" if cell.is_best else cell.text for cell in row] for row in lines]
-        parts += [f"## {grid.title}", _markdown_table(cells)]
+        parts += [f"## {grid.title}", markdown_table(cells)]
     if situations:
         told = [[str(s["name"]), str(s["about"]), f"`{s['settings']}`"] for s in situations]
-        parts += ["## Situations", _markdown_table([["situation", "what", "settings"], *told])]
+        parts += ["## Situations", markdown_table([["situation", "what", "settings"], *told])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -155,10 +155,4 @@ def _plain_markdown(rows: Sequence[Row]) -> str:
         scores = [_text(metric.read(row), metric.format, several) for metric in shown]
         costs = [_text(total_bytes(row), None, several), _text(row["seconds"], Format(1, 1), several)]
         lines.append([*(str(row["labels"].get(label, "")) for label in labels), *scores, *costs])
-    return _markdown_table(lines)
-
-
-def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    head, *rows = [[cell.replace("|", "\\|") for cell in row] for row in lines]
-    ruler = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ruler, *rows))
+    return markdown_table(lines)

@@ -20,7 +20,7 @@ typer.core.HAS_RICH = False  # plain help: with it, typer writes "\[default: 20]
 
 _HOMES = {  # where the subcommands are, in the order of `--help`
     **{name: f"run:{name}" for name in ("run", "resume", "show")},
-    **{name: f"{name}:{name}" for name in ("compare", "bench", "sweep")},
+    **{name: f"{name}:{name}" for name in ("compare", "bench", "sweep", "reproduce")},
     "choose-k": "choose:choose",
     **{name: f"onboard:{name}" for name in ("onboard", "export")},
     **{name: f"{name}:{name}" for name in ("report", "ui")},

@@ -76,7 +76,7 @@ def _run(
             with contextlib.closing(every):
                 for outcome in every:
                     found[outcome.case.title] = outcome
-                    say(_line(outcome, len(found), len(cases), left.left(outcome)), hidden)
+                    say(outcome_line(outcome, len(found), len(cases), left.left(outcome)), hidden)
     except (Interrupted, KeyboardInterrupt):
         out = "" if root.path.parent == Path("runs") else f"--out {root.path.parent} "
         how = f"continue with the same command and {out}--name {root.path.name}"
@@ -84,7 +84,7 @@ def _run(
     return [found[case.title] for case in cases]
 
 
-def _line(outcome: Outcome, number: int, total: int, left: float | None) -> str:
+def outcome_line(outcome: Outcome, number: int, total: int, left: float | None) -> str:
     """An outcome in one line: "[3/24] drift fesem seed 0: accuracy 95.12, ARI 1.00, 1.2 s; left 0:21"."""
     head = f"[{number}/{total}] {outcome.case.title}:"
     rest = "" if left is None or number == total else f"; left {clock(left)}"

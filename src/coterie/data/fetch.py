@@ -19,12 +19,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.data.dataset import source_class
+from coterie.data.home import data_folder
 from coterie.data.readers._images import pixels_of
 from coterie.data.readers.idx import read_pair
 from coterie.data.sources.emnist import Emnist
 from coterie.data.sources.leaf import CELEBA_SIZE
 from coterie.data.sources.npz import count_samples
-from coterie.data.sources.stored import checksum, checksum_path, data_folder, verify
+from coterie.data.sources.sign import Sign
+from coterie.data.sources.stored import StoredSource, checksum, checksum_path, verify
 from coterie.errors import DataError, MissingExtra, StorageError, UnknownName
 
 _ORIGINALS = "put the original files in the data folder instead"
@@ -90,6 +93,14 @@ _INSTEAD = {
     "digits-4": "digits-4 combines mnist, usps, svhn and sign; fetch each of the first three "
     "and run 'git clone https://github.com/ardamavi/Sign-Language-Digits-Dataset' in the data folder.",
 }
+
+
+def stored_sources() -> list[StoredSource]:
+    """Every stored source; EMNIST once per split."""
+    plain = [source_class(name)() for name, recipe in RECIPES.items() if isinstance(recipe, Recipe)]
+    emnist = [recipe.source for recipe in RECIPES.values() if isinstance(recipe, IdxRecipe)]
+    found = [source for source in (*plain, *emnist, Sign()) if isinstance(source, StoredSource)]
+    return sorted(found, key=lambda source: source.stem)
 
 
 class Fetched(NamedTuple):

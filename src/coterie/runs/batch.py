@@ -171,8 +171,8 @@ def check_cases(cases: Sequence[Case], loader: Loader) -> None:
             raise RunError(f"Situation '{dict(case.labels)[SITUATION]}': {error}") from error
 
 
-def check_folders(cases: Sequence[Case], root: Path) -> None:
-    """Refuse a root whose runs have other settings than the cases."""
+def check_folders(cases: Sequence[Case], root: Path, ignored: Sequence[str] = (), option: str = "--name") -> None:
+    """Refuse a root whose runs have other settings than the cases; `ignored` are fields of [run] that may differ."""
     for case in cases:
         path = root / case.place
         if not (path / "config.toml").exists():
@@ -180,11 +180,11 @@ def check_folders(cases: Sequence[Case], root: Path) -> None:
         there, here = RunFolder(path).config(), tomllib.loads(to_toml(case.tables))
         for table in here:
             own, other = here[table], there.get(table, {})
-            for key in sorted({*own, *other}):
+            for key in sorted({*own, *other} - ({*ignored} if table == "run" else set())):
                 if own.get(key) != other.get(key):
                     raise RunError(
                         f"{path} has other settings: {table}.{key} is {other.get(key)!r} there and {own.get(key)!r} "
-                        "here. Choose another --name, or give the settings of the first command."
+                        f"here. Choose another {option}, or give the settings of the first command."
                     )
 
 

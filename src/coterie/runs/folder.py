@@ -229,6 +229,11 @@ class RunFolder(Files):
         for old in set(saved) - set(kept):
             shutil.rmtree(home / _folder_name(old), ignore_errors=True)
 
+    def drop_checkpoints(self) -> None:
+        """Remove the checkpoints of a finished run: its numbers stay, its models do not."""
+        if (self.path / "summary.json").exists():
+            shutil.rmtree(self.path / "checkpoint", ignore_errors=True)
+
     def load_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest intact checkpoint, and a sentence about each damaged one."""
         problems: list[str] = []

@@ -1,4 +1,6 @@
-"""Numbers in words, for pages and the terminal."""
+"""Numbers in words and tables in Markdown, for pages and the terminal."""
+
+from collections.abc import Sequence
 
 
 def size_text(count: float) -> str:
@@ -11,3 +13,16 @@ def size_text(count: float) -> str:
     while count >= 1000 and len(units) > 1:
         count, units = count / 1000, units[1:]
     return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
+
+
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; the first line is its head, and all columns but the first are on the right.
+
+    >>> print(markdown_table([["method", "accuracy"], ["fesem", "95.1"]]))
+    | method | accuracy |
+    | --- | ---: |
+    | fesem | 95.1 |
+    """
+    head, *rows = [[cell.replace("|", "\\|") for cell in row] for row in lines]
+    ruler = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ruler, *rows))

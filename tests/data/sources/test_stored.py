@@ -14,11 +14,12 @@ import torch
 
 from coterie.data.dataset import Dataset, source_class
 from coterie.data.fetch import RECIPES, fetch
+from coterie.data.home import data_folder
 from coterie.data.sources.emnist import Emnist
 from coterie.data.sources.leaf import CelebA, Femnist
 from coterie.data.sources.mnist import FashionMnist, Mnist
 from coterie.data.sources.sign import Sign
-from coterie.data.sources.stored import data_folder, fixed_split, resize
+from coterie.data.sources.stored import fixed_split, resize
 from coterie.errors import ConfigError, DataError
 from coterie.randomness import Rng
 from coterie.settings import build

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.data.dataset import Dataset, Source
+from coterie.data.home import data_folder
 from coterie.data.readers._files import indexed, join
 from coterie.data.sources.npz import read_npz
 from coterie.errors import DataError
@@ -33,12 +33,6 @@ _SLAB = 1 << 24  # pixels resized at a time, to avoid a float copy of everything
 
 
 Pair = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images and labels
-
-
-def data_folder(data_dir: Path | None = None) -> Path:
-    """The data folder: the given one, else COTERIE_DATA, else ~/.cache/coterie."""
-    named = data_dir or os.environ.get("COTERIE_DATA") or "~/.cache/coterie"
-    return Path(named).expanduser()
 
 
 class Found(NamedTuple):
@@ -84,10 +78,7 @@ class StoredSource(Source):
         folder = data_folder(data_dir)
         found = self.find(folder)
         if found is None:
-            raise DataError(
-                f"There is no {self.stem} in {folder} (expected {self.stem}.npz or {self.original}); "
-                f"{self.download_hint}, or choose another folder with --data-dir or COTERIE_DATA."
-            )
+            raise DataError(self.absence(folder))
         if found.form == "npz":
             verify(found.path, self.stem)
             data = read_npz(found.path, groups=self.groups)
@@ -105,6 +96,13 @@ class StoredSource(Source):
             if files:
                 return Found("original", folder / name, files)
         return None
+
+    def absence(self, folder: Path) -> str:
+        """The sentence about a folder that does not have the data."""
+        return (
+            f"There is no {self.stem} in {folder} (expected {self.stem}.npz or {self.original}); "
+            f"{self.download_hint}, or choose another folder with --data-dir or COTERIE_DATA."
+        )
 
     def original_files(self, folder: Path) -> tuple[Path, ...]:
         """The original files that exist in a folder. Any one is enough: `read_original` reports the missing ones."""

@@ -1,0 +1,280 @@
+"""`coterie reproduce`: published tables, run again and put beside the published numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coterie.cli.data import FolderFlag
+from coterie.cli.flags import JobsFlag, JsonFlag, QuietFlag
+from coterie.cli.output import RoundProgress, say, stdout, stop_on_ctrl_c, table_of
+from coterie.data.home import data_folder
+from coterie.errors import ConfigError, DataError, Interrupted, MissingExtra, RunsFailed
+from coterie.reproduce.needs import missing_data, sentence
+from coterie.reproduce.outcome import Result, draw, read_result, read_runs, result_of, tables_of, write
+from coterie.reproduce.suite import ALL, Column, Row, Suite, find_suites, suite_names
+from coterie.runs.processes import start_server
+from coterie.runs.settings import parse_seeds
+
+if TYPE_CHECKING:
+    from coterie.runs.batch import Case, Loader
+    from coterie.runs.observers import Listener
+
+OUT, RESULTS = Path("runs/reproduce"), Path("docs/results")
+_PLACE = ("device", "data_dir")  # fields of [run] that do not change what a run is
+
+
+def reproduce(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Suites, such as md_icfl/table4; feddsmic/table2 or fesem for all of its parts; a TOML file; or 'all'."
+        ),
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the suites: state, date, what is missing.")] = False,
+    seeds: Annotated[
+        str | None, typer.Option("--seeds", metavar="SEEDS", help="Seeds; by default the suite's.", show_default=False)
+    ] = None,
+    rows: Annotated[list[str] | None, typer.Option("--rows", "-r", help="Only this row; repeatable.")] = None,
+    columns: Annotated[list[str] | None, typer.Option("--columns", "-c", help="Only this column; repeatable.")] = None,
+    scale: Annotated[
+        float, typer.Option(help="A quick look: rounds (or what the suite names) times this, in a folder of its own.")
+    ] = 1.0,
+    jobs: JobsFlag = 1,
+    device: Annotated[str, typer.Option(help="Device to train on: auto, cpu or cuda.")] = "auto",
+    data_dir: FolderFlag = None,
+    limit_seconds: Annotated[
+        float | None,
+        typer.Option(help="Stop after so many seconds. Runs in progress are saved; the same command continues them."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = OUT,
+    write_: Annotated[
+        Path | None, typer.Option("--write", help="Also write tables, results and figures to SUITE inside this folder.")
+    ] = None,
+    results: Annotated[Path, typer.Option(help="Folder of written results, for --list.")] = RESULTS,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Run the tables of papers again, and print them beside the published numbers.
+
+    A suite is a table: its rows and columns, seeds, settings and published numbers. Finished runs are kept in OUT, and
+    interrupted ones are resumed, so the same command continues what was stopped.
+    """
+    if not 0 < scale <= 1:
+        raise ConfigError(f"--scale must be a float > 0 and <= 1. Got {scale:g} instead.")
+    root = out if scale == 1 else out / f"scale-{scale:g}"
+    target = write_ if write_ is None or scale == 1 else write_ / f"scale-{scale:g}"
+    suites = find_suites(names or ([ALL] if list_ else []))
+    if list_:
+        _list(suites, root, results, data_folder(data_dir), json_)
+        return
+    if not suites:
+        raise ConfigError("Name a suite, or 'all'; 'coterie reproduce --list' lists them.")
+    start_server(jobs)
+    numbers = None if seeds is None else parse_seeds(seeds)
+    run = _Run(root, target, numbers, rows or [], columns or [], scale, jobs, device, data_dir, quiet or json_)
+    run.until = float("inf") if limit_seconds is None else monotonic() + limit_seconds
+    found, absent = [], []
+    for suite in suites:  # before the first run: a bad name costs nothing
+        run.cells(suite)
+    for suite in suites:
+        folder = data_folder(data_dir)
+        if lacking := missing_data(suite, folder):
+            absent.append(sentence(suite, lacking, folder))
+            continue
+        found.append(run.finish(suite))
+        if not json_:
+            _print(found[-1])
+            say(f"result: {root / suite.name / 'table.md'}", quiet)
+    if json_:
+        print(json.dumps(found))
+    if absent:
+        raise DataError(" ".join(absent))
+    problems = [
+        f"{one['row']}, {one['column']}, seed {one['seed']} failed: {one['problem']}"
+        for result in found
+        for one in result["missing"]
+        if "problem" in one
+    ]
+    if problems:
+        raise RunsFailed(problems[0], len(problems), run.total)
+
+
+class _Run:
+    """The options of a call, and the running of suites with them."""
+
+    def __init__(
+        self,
+        root: Path,
+        target: Path | None,
+        seeds: Sequence[int] | None,
+        rows: Sequence[str],
+        columns: Sequence[str],
+        scale: float,
+        jobs: int,
+        device: str,
+        data_dir: Path | None,
+        hidden: bool,
+    ) -> None:
+        self.root, self.target, self.seeds, self.scale = root, target, seeds, scale
+        self.rows, self.columns, self.jobs, self.device = rows, columns, jobs, device
+        self.data_dir, self.hidden, self.until = data_dir, hidden, float("inf")
+        self.total = 0  # runs that were asked for
+
+    def cells(self, suite: Suite) -> list[tuple[Row, Column]]:
+        return suite.chosen(self.rows, self.columns)
+
+    def finish(self, suite: Suite) -> Result:
+        """Run what is missing and there is time for, and write the result."""
+        from coterie.reproduce.suite import cases_of, settings_of
+        from coterie.runs.batch import Loader
+
+        cells, seeds, home = self.cells(suite), self.seeds or suite.seeds, self.root / suite.name
+        spots = suite.spots(cells, seeds)
+        self.total += len(spots)
+        where = None if self.data_dir is None else str(self.data_dir)
+        loader = Loader()
+
+        def count(case: Case) -> int:
+            groups = loader.federation(case).groups
+            return 1 if groups is None else len(groups.unique())
+
+        cases = cases_of(suite, spots, count, scale=self.scale, device=self.device, data_dir=where)
+        problems = self._run(suite, cases, home, loader)
+
+        def settings(row: Row, column: Column) -> dict[str, Any]:
+            tables = settings_of(suite, row, column)
+            return {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}
+
+        found = read_runs(home, spots, problems)
+        result = result_of(
+            suite, cells, seeds, found, command=self._command(suite), scale=self.scale, settings=settings
+        )
+        write(home, result)
+        if self.target is not None:
+            write(self.target / suite.name, result)
+            try:
+                draw(suite, result, home, self.target / suite.name)
+            except MissingExtra as error:
+                say(f"no figures of {suite.name}: {error}")
+        return result
+
+    def _run(self, suite: Suite, cases: list[Case], home: Path, loader: Loader) -> dict[str, str]:
+        """Run the cases that are not finished, until the time is over; why some failed, by place."""
+        from coterie.cli.table import outcome_line
+        from coterie.runs.batch import Clock, check_cases, check_folders, run_cases
+        from coterie.runs.folder import RunFolder
+
+        check_folders(cases, home, ignored=_PLACE, option="--out")
+        waiting = [case for case in cases if not (home / case.place / "summary.json").exists()]
+        if not waiting or monotonic() > self.until:
+            return {}
+        problems = dict[str, str]()
+        check_cases(waiting[:1], loader)
+        home.mkdir(parents=True, exist_ok=True)
+
+        @contextlib.contextmanager
+        def watch(case: Case) -> Iterator[Listener]:
+            with RoundProgress(case.experiment.schedule.rounds, case.title, self.hidden, lines=0) as progress:
+                yield progress
+
+        left, number = Clock(len(waiting)), 0
+        with RunFolder(home).held(), stop_on_ctrl_c(self.hidden) as pressed:
+
+            def is_over() -> bool:
+                return pressed() or monotonic() > self.until
+
+            every = run_cases(waiting, home, jobs=self.jobs, say=say, loader=loader, watch=watch, should_stop=is_over)
+            try:
+                with contextlib.closing(every):
+                    for number, outcome in enumerate(every, 1):
+                        say(outcome_line(outcome, number, len(waiting), left.left(outcome)), self.hidden)
+                        if outcome.problem is not None:
+                            problems[outcome.case.place] = outcome.problem
+                        elif not suite.keep_models:
+                            RunFolder(home / outcome.case.place).drop_checkpoints()
+            except (Interrupted, KeyboardInterrupt):
+                if pressed():
+                    raise Interrupted(
+                        f"Stopped; {number} runs of {suite.name} were finished; the same command continues."
+                    ) from None
+                say(f"{suite.name}: the time is over", self.hidden)
+        return problems
+
+    def _command(self, suite: Suite) -> str:
+        """The command of one suite, without the options that do not change the result."""
+        words = ["coterie", "reproduce", suite.name if suite.name in suite_names() else f"{suite.name}.toml"]
+        words += [] if self.seeds is None else ["--seeds", ",".join(map(str, self.seeds))]
+        words += [word for row in self.rows for word in ("--rows", row)]
+        words += [word for column in self.columns for word in ("--columns", column)]
+        words += [] if self.scale == 1 else ["--scale", f"{self.scale:g}"]
+        words += [] if self.device == "auto" else ["--device", self.device]
+        return shlex.join(words)
+
+
+def _print(result: Result) -> None:
+    """The tables of a result: one for each metric."""
+    from coterie.cli.grids import Cell, Grid, print_grids
+
+    grids = [
+        Grid(table.title, table.rows, table.columns, {key: Cell(text) for key, text in table.texts.items()})
+        for table in tables_of(result)
+    ]
+    title = f"{result['paper']}. {result['title']}: published → ours ± standard deviation over seeds (difference)"
+    print_grids(stdout(), grids, title)
+    for note in result["notes"]:
+        stdout().print(f"- {note}", markup=False)
+    if result["missing"]:
+        stdout().print(f"{len(result['missing'])} runs are missing; the same command continues.", markup=False)
+
+
+# ---- the list ----
+
+
+def _list(suites: Sequence[Suite], root: Path, results: Path, folder: Path, json_: bool) -> None:
+    listed = [_state(suite, root, results, folder) for suite in suites]
+    if json_:
+        print(json.dumps(listed))
+        return
+    heads = ("suite", "title", "runs", "state", "newest result", "missing data")
+    cells = [
+        (
+            one["name"],
+            one["title"],
+            f"{one['done']}/{one['total']}",
+            one["state"],
+            (one["date"] or "")[:10],
+            ", ".join(one["missing"]),
+        )
+        for one in listed
+    ]
+    stdout().print(table_of("suites", heads, cells, text=heads))
+
+
+def _state(suite: Suite, root: Path, results: Path, folder: Path) -> dict[str, Any]:
+    """A suite of the list, as --json prints it."""
+    spots = suite.spots(suite.chosen(), suite.seeds)
+    done = sum((root / suite.name / spot.place / "summary.json").exists() for spot in spots)
+    here, written = read_result(root / suite.name), read_result(results / suite.name)
+    found = [result for result in (here, written) if result is not None]
+    seeds = [max((one["n"] for one in cell["ours"].values()), default=0) for cell in (written or {}).get("cells", [])]
+    most = min(len(spots), max(done, sum(seeds) * max(1, len(suite.parts))))
+    return {
+        "name": suite.name,
+        "paper": suite.paper,
+        "title": suite.title,
+        "priority": suite.priority,
+        "done": most,
+        "total": len(spots),
+        "state": "done" if most == len(spots) else "part" if most else "not started",
+        "date": max((result["date"] for result in found), default=None),
+        "result": str(results / suite.name) if written is not None else None,
+        "missing": missing_data(suite, folder),
+    }

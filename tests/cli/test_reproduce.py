@@ -1,0 +1,138 @@
+"""`coterie reproduce`: a suite from its file to its table, interrupted, resumed, scaled and listed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coterie.cli import reproduce as module
+from coterie.methods.ifca import IFCA
+from tests.reproduce.conftest import TEXT
+
+from .conftest import Command
+
+OUT = Path("runs/reproduce")
+
+
+@pytest.fixture
+def suite(command: Command) -> str:
+    """The file of a small suite, in the folder of the command."""
+    Path("tiny.toml").write_text(TEXT)
+    return "tiny.toml"
+
+
+def test_from_a_suite_to_its_table(command: Command, suite: str):
+    done = command("reproduce", suite, "--write", "docs", "--seeds", "1")
+    assert done.code == 0
+    assert "80.00 → " in done.out
+    assert "- Digits in place of faces." in done.out
+    result = json.loads((OUT / "tiny/result.json").read_text())
+    assert result == json.loads(Path("docs/tiny/result.json").read_text())
+    assert (result["missing"], result["seeds"]) == ([], [0])
+    assert result["command"] == "coterie reproduce tiny.toml --seeds 0"
+    cells = {(cell["row"], cell["column"]): cell for cell in result["cells"]}
+    assert cells["IFCA", "all"]["settings"]["algorithm.init"] == "paper"
+    assert cells["IFCA", "all"]["rounds"] == 4
+    summary = json.loads((OUT / "tiny/half/coterie-s0/summary.json").read_text())
+    assert cells["coterie", "half"]["ours"]["accuracy"]["values"] == [100 * summary["accuracy"]["macro"]]
+    assert not (OUT / "tiny/half/coterie-s0/checkpoint").exists()
+    before = summary["seconds"]
+    again = command("reproduce", suite, "--json", "--seeds", "1", "--jobs", "2", "--device", "cpu")  # all is there
+    assert [one["suite"] for one in again.json] == ["tiny"]
+    assert json.loads((OUT / "tiny/half/coterie-s0/summary.json").read_text())["seconds"] == before
+
+
+def test_the_same_command_continues_after_the_limit(command: Command, suite: str, monkeypatch: pytest.MonkeyPatch):
+    whole = command("reproduce", suite, "--seeds", "1", "--out", "whole", "--json").json[0]
+    rounds = OUT / "tiny/all/ifca-s0/rounds.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "monotonic", lambda: 99.0 if rounds.exists() else 0.0)  # over in the second run
+        first = command("reproduce", suite, "--seeds", "1", "--limit-seconds", "10")
+    assert first.code == 0
+    assert "the time is over" in first.err
+    assert "3 runs are missing; the same command continues." in first.out
+    assert len(json.loads((OUT / "tiny/result.json").read_text())["missing"]) == 3
+    assert (OUT / "tiny/all/ifca-s0/checkpoint").exists()  # saved in the middle
+    (listed,) = command("reproduce", "--list", suite, "--json").json
+    assert (listed["done"], listed["total"], listed["state"]) == (1, 8, "part")
+    second = command("reproduce", suite, "--seeds", "1", "--json").json[0]
+    assert second["missing"] == []
+    assert [cell["ours"] for cell in second["cells"]] == [cell["ours"] for cell in whole["cells"]]
+
+
+def test_rows_columns_and_scale(command: Command, suite: str):
+    done = command("reproduce", suite, "-r", "Global", "-r", "Magic", "-c", "half", "--scale", "0.5", "--json")
+    (result,) = done.json
+    assert [(cell["row"], cell["column"], cell["rounds"]) for cell in result["cells"]] == [
+        ("Global", "half", 2),
+        ("Magic", "half", None),
+    ]
+    assert result["scale"] == 0.5
+    assert result["notes"][0].startswith("A quick look")
+    assert (OUT / "scale-0.5/tiny/half/global-s1/summary.json").exists()
+    assert not (OUT / "tiny").exists()
+    assert command("reproduce", suite, "--scale", "2").error.startswith("--scale must be")
+
+
+def test_missing_data_is_one_sentence_and_the_other_suites_are_run(command: Command, suite: str, tmp_path: Path):
+    arguments = ("--data-dir", tmp_path / "data", "--seeds", "1", "-q")
+    alone = command("reproduce", "md_icfl/table4", *arguments).error
+    assert alone.startswith(f"md_icfl/table4: There is no mnist in {tmp_path / 'data'} (expected mnist.npz")
+    Path("needy.toml").write_text(TEXT.replace("seeds =", 'data = ["cifar100"]\nseeds ='))
+    both = command("reproduce", "needy.toml", suite, *arguments)
+    assert both.code == 2
+    assert "needy: There is no cifar100" in both.err
+    assert "80.00 → " in both.out
+
+
+def test_runs_with_other_settings_are_not_mixed(command: Command, suite: str):
+    command("reproduce", suite, "--seeds", "1", "-r", "Global", "-c", "all")
+    Path(suite).write_text(TEXT.replace("work.epochs = 1", "work.epochs = 2"))
+    assert (
+        "work.epochs is 1 there and 2 here. Choose another --out" in command("reproduce", suite, "--seeds", "1").error
+    )
+
+
+def test_a_failed_run_is_reported_and_the_others_are_there(
+    command: Command, suite: str, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(*_: object) -> None:
+        raise ValueError("no luck")
+
+    monkeypatch.setattr(IFCA, "start", fails)
+    done = command("reproduce", suite, "--seeds", "1", "-c", "all", "-q")
+    assert done.code == 1
+    assert "1 of 2 runs failed. IFCA, all, seed 0 failed: ValueError: no luck" in done.err
+    assert "80.00 → " in done.out
+
+
+def test_the_list_shows_every_suite_without_importing_torch(command: Command, tmp_path: Path):
+    code = (
+        "import sys; from coterie.cli.main import main\n"
+        "try: main(['reproduce', '--list', '--json', '--data-dir', 'data'])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    listed = {one["name"]: one for one in json.loads(done.stdout)}
+    assert list(listed)[:3] == ["md_icfl/table4", "md_icfl/table5", "md_icfl/table6"]  # by priority
+    assert listed["md_icfl/table5"]["missing"] == ["mnist", "usps", "svhn", "sign"]
+    assert {one["state"] for one in listed.values()} == {"not started"}
+    assert listed["md_icfl/table4"]["total"] == 63
+
+
+def test_the_list_knows_written_results(command: Command, suite: str):
+    command("reproduce", suite, "--write", "docs/results", "-q")
+    (OUT / "tiny").rename("elsewhere")
+    (one,) = command("reproduce", "--list", suite, "--json").json
+    assert (one["done"], one["total"], one["state"]) == (8, 8, "done")
+    assert one["date"][:4] == str(time.gmtime().tm_year)
+    assert "8/8" in command("reproduce", "--list", suite).out
+
+
+def test_a_suite_must_be_named(command: Command):
+    assert command("reproduce").error == "Name a suite, or 'all'; 'coterie reproduce --list' lists them."

@@ -1,0 +1,183 @@
+"""Outcomes: means over seeds, parts and columns, differences, what is missing, and the page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.errors import ConfigError, RunError, UnknownName
+from coterie.reproduce import outcome
+from coterie.reproduce.outcome import Found, draw, measure, page, read_result, read_runs, result_of, write
+from coterie.reproduce.suite import Suite, read_suite
+
+MACHINE = {"platform": "Linux", "processor": "x86_64", "threads": 1, "gpu": None, "torch": "2", "python": "3"}
+
+
+def summary(accuracy: float, ari: float | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "accuracy": {"macro": accuracy},
+        "ari": ari,
+        "rounds": 4,
+        "clusters": 2,
+        "bytes": {"down": 30, "up": 10},
+        "seconds": {"total": 1.5},
+        **more,
+    }
+
+
+def found(places: dict[str, dict[str, Any]], **more: Any) -> Found:
+    environments = {place: MACHINE | {"date": f"2026-01-0{i}"} for i, place in enumerate(places, 1)}
+    return Found(places, environments, more.get("problems", {}))
+
+
+def result(suite: Suite, places: dict[str, dict[str, Any]], seeds=(0, 1), **more: Any) -> dict[str, Any]:
+    return result_of(suite, suite.chosen(), seeds, found(places, **more), command="coterie reproduce tiny")
+
+
+def cell(of: dict[str, Any], row: str, column: str, table: str = "cells") -> dict[str, Any]:
+    (one,) = (one for one in of[table] if (one["row"], one["column"]) == (row, column))
+    return one
+
+
+def test_a_cell_is_the_mean_over_seeds_beside_the_published_number(tiny: Suite):
+    got = result(tiny, {"all/global-s0": summary(0.81, 0.0), "all/global-s1": summary(0.83, 0.5)})
+    one = cell(got, "Global", "all")
+    assert one["ours"]["accuracy"]["values"] == pytest.approx([81, 83])
+    assert one["ours"]["accuracy"]["mean"] == pytest.approx(82)
+    assert one["ours"]["accuracy"]["std"] == pytest.approx(2**0.5)
+    assert one["ours"]["ari"]["mean"] == 0.25
+    assert one["published"] == {"accuracy": 80.0}
+    assert one["difference"] == {"accuracy": pytest.approx(2)}
+    assert (one["bytes"], one["rounds"], one["seconds"]) == ({"mean": 40}, 4, {"mean": 1.5})
+    assert (one["method"], one["mode"]) == ("fedavg", "paper")
+    assert (got["schema"], got["seconds"], got["date"], got["machine"]["torch"]) == (1, 3.0, "2026-01-02", "2")
+
+
+def test_what_was_not_run_is_missing_with_its_problem(tiny: Suite):
+    got = result(tiny, {"all/global-s0": summary(0.8)}, seeds=(0,), problems={"all/ifca-s0": "no luck"})
+    assert got["missing"] == [
+        {"row": "IFCA", "column": "all", "seed": 0, "problem": "no luck"},
+        {"row": "Global", "column": "half", "seed": 0},
+        {"row": "coterie", "column": "half", "seed": 0},
+    ]
+    assert cell(got, "coterie", "half")["ours"] == {}
+    magic = cell(got, "Magic", "all")
+    assert (magic["method"], magic["published"], magic["ours"]) == (None, {"accuracy": 99.0}, {})
+
+
+def test_a_run_without_true_groups_has_no_ari(tiny: Suite):
+    assert "ari" not in cell(result(tiny, {"all/global-s0": summary(0.8, None)}), "Global", "all")["ours"]
+
+
+def test_means_over_columns_need_all_of_them(tiny: Suite):
+    part = {"all/global-s0": summary(0.8), "all/global-s1": summary(0.9)}
+    assert cell(result(tiny, part), "Global", "both", "means")["ours"] == {}
+    whole = part | {"half/global-s0": summary(0.6), "half/global-s1": summary(0.5)}
+    one = cell(result(tiny, whole), "Global", "both", "means")
+    assert one["ours"]["accuracy"]["values"] == pytest.approx([70, 70])
+    assert (one["published"], one["difference"]) == ({"accuracy": 75.0}, {"accuracy": pytest.approx(-5)})
+    assert cell(result(tiny, whole), "Magic", "both", "means")["published"] == {"accuracy": 98.5}
+
+
+def test_a_cell_with_parts_is_their_mean_once_all_are_there(toml: Path):
+    parts = '[[parts]]\nname = "px"\n[[parts]]\nname = "py"\nscenario.groups = 2\n'
+    toml.write_text(toml.read_text().replace("groups = [4, 3]", "").replace("[[columns]]", f"{parts}\n[[columns]]", 1))
+    suite = read_suite(toml, "tiny")
+    places = {"all/global-px-s0": summary(0.8), "all/global-py-s0": summary(0.7), "all/global-px-s1": summary(0.1)}
+    one = cell(result(suite, places), "Global", "all")
+    assert one["ours"]["accuracy"]["values"] == pytest.approx([75])
+    assert (one["bytes"], one["seconds"]) == ({"mean": 80}, {"mean": 3.0})
+
+
+def test_notes_say_what_differs(tiny: Suite):
+    assert result(tiny, {})["notes"] == ["Digits in place of faces.", "all: full participation"]
+    quick = result_of(tiny, tiny.chosen(), [0], found({}), command="", scale=0.5)
+    assert quick["notes"][0] == "A quick look, not the experiment: run.rounds, run.clients times 0.5."
+    assert quick["notes"][-1] == "Seeds 0, not 0, 1 as the suite has them."
+    other = Found({}, {"a": MACHINE, "b": MACHINE | {"gpu": "H200"}}, {})
+    assert "2 machines" in result_of(tiny, tiny.chosen(), (0, 1), other, command="")["notes"][-1]
+
+
+def test_the_page_shows_published_ours_and_difference(tiny: Suite):
+    text = page(result(tiny, {"all/global-s0": summary(0.81), "all/global-s1": summary(0.83)}))
+    assert text.startswith("# A paper (2020). Table 1: digits\n")
+    assert "| Global | 80.00 → 82.00 ±1.41 (+2.00) | 70.00 → - | 75.00 → - |" in text
+    assert "| Magic | 99.00 → - | 98.00 → - | 98.50 → - |" in text
+    assert "- Digits in place of faces." in text
+    assert "| Global | all | fedavg, paper | 4 | 40 B | 1.5 |" in text
+    assert "`coterie reproduce tiny`" in text
+    assert "## ARI" not in text  # nothing published, nothing measured
+
+
+def test_a_single_column_is_one_table_of_metrics(tiny: Suite):
+    cells, runs = tiny.chosen(columns=["all"]), found({"all/global-s0": summary(0.81, 0.5)})
+    text = page(result_of(tiny, cells, [0], runs, command=""))
+    assert "## all\n\n|  | accuracy, % | ARI |" in text
+    assert "| Global | 80.00 → 81.00 (+1.00) | 0.50 |" in text
+    assert "| Magic | 99.00 → - | - |" in text
+
+
+def test_finished_runs_are_read_from_their_folders(tiny: Suite, tmp_path: Path):
+    spots = tiny.spots(tiny.chosen(["Global"], ["all"]), [0, 1])
+    done = tmp_path / "all" / "global-s1"
+    done.mkdir(parents=True)
+    (done / "summary.json").write_text(json.dumps(summary(0.5)))
+    (done / "environment.json").write_text(json.dumps(MACHINE))
+    got = read_runs(tmp_path, spots)
+    assert list(got.summaries) == ["all/global-s1"]
+    assert got.environments["all/global-s1"] == MACHINE
+
+
+def test_a_result_is_written_and_read_again(tiny: Suite, tmp_path: Path):
+    made = result(tiny, {"all/global-s0": summary(0.5)})
+    write(tmp_path / "a" / "b", made)
+    assert read_result(tmp_path / "a" / "b") == made
+    assert (tmp_path / "a" / "b" / "table.md").read_text() == page(made)
+    assert read_result(tmp_path) is None
+    write(tmp_path, made | {"schema": 2})
+    with pytest.raises(RunError, match="has schema 2"):
+        read_result(tmp_path)
+
+
+def figure(made: dict[str, Any], runs: Path, folder: Path) -> list[Path]:
+    (folder / "figure.txt").write_text(f"{made['suite']} {runs.name}")
+    return [folder / "figure.txt"]
+
+
+def test_figures_are_functions_of_the_result_and_the_runs(toml: Path, tmp_path: Path):
+    toml.write_text(f'figures = ["{__name__}:figure"]\n{toml.read_text()}')
+    suite = read_suite(toml, "tiny")
+    assert draw(suite, result(suite, {}), tmp_path / "runs", tmp_path) == [tmp_path / "figure.txt"]
+    assert (tmp_path / "figure.txt").read_text() == "tiny runs"
+    toml.write_text(toml.read_text().replace(":figure", ":nothing"))
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        draw(read_suite(toml, "tiny"), {}, tmp_path, tmp_path)
+
+
+def test_measures_are_metrics_of_runs_and_of_unseen_clients():
+    assert measure("accuracy_micro").read({"accuracy": {"micro": 0.5}}) == 50
+    assert measure("unseen").read({"unseen": {"accuracy": {"micro": 0.25}}}) == 25
+    assert measure("unseen").read({"unseen": None}) is None
+    assert measure("ari").read({"ari": 0.5}) == 0.5
+    with pytest.raises(UnknownName, match="no metric 'acuracy'"):
+        measure("acuracy")
+
+
+def test_the_commit_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    source = tmp_path / "outcome.py"
+    source.write_text("")
+    monkeypatch.setattr(outcome, "__file__", str(source))
+    assert outcome.commit() is None  # not a file of that repository
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "a"], check=True)
+    clean = outcome.commit()
+    assert clean is not None
+    assert len(clean) == 40
+    source.write_text("changed")
+    assert outcome.commit() == f"{clean}-dirty"
