@@ -30,7 +30,7 @@ SPLITS: tuple[Literal["train", "valid", "test"], ...] = ("train", "valid", "test
 )
 def show(
     *,
-    name: Annotated[str, typer.Argument(help="Named dataset, or path to your own .npz file.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Named dataset, or path of your own data.", show_default=False)],
     tables: Tables,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for the pictures and the page; by default data-NAME.")

@@ -33,7 +33,7 @@ def onboard(
     path: RunArgument,
     dataset: Annotated[
         str | None,
-        typer.Option("--dataset", "-d", help="Data of the new clients: named dataset, or your own .npz file."),
+        typer.Option("--dataset", "-d", help="Data of the new clients: named dataset, or path of your own data."),
     ] = None,
     tables: Tables,
     seed: Annotated[int | None, whole("--seed", "seed of the new clients", "the run's seed + 1", ge=0)] = None,
@@ -44,7 +44,7 @@ def onboard(
 ) -> None:
     """Add new clients to a finished run. Each is assigned by the run's own rule, adapted and evaluated."""
     if dataset is None:
-        raise ConfigError("onboard needs the data of the new clients: --dataset NAME, or a path to your own .npz file.")
+        raise ConfigError("onboard needs the data of the new clients: --dataset NAME, or a path of your own data.")
     from coterie.runs.execution import open_run
     from coterie.runs.experiment import resolve
     from coterie.runs.newcomers import like_the_run

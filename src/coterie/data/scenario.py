@@ -214,7 +214,7 @@ class Partition:
                 raise DataError(
                     f"Client '{share.name}' of {self.dataset.name} has no training samples; use fewer clients."
                 )
-            own, middle = cut(share.train, self.common.valid) if share.valid is None else (share.train, share.valid)
+            own, middle = self._own_and_valid(share)
             train.append(own)
             held.append(middle)
         if self.common.kinds is not None and sorted(s.group for s in shares) != self.client_groups(len(shares)):
@@ -223,7 +223,7 @@ class Partition:
         groups = torch.tensor([share.group for share in shares])
         view = groups if len(self.views) > 1 else torch.zeros_like(groups)
         keys = name_keys(names)
-        return Federation(
+        made = Federation(
             name=self.dataset.name,
             x=self.dataset.x,
             y=self.dataset.y,
@@ -242,7 +242,18 @@ class Partition:
             reserved=self.reserved,
             reserved_view=self._reserved_views(),
             repeats=self.repeats,
+            class_names=self.dataset.class_names,
         ).validate()
+        return made.standardized() if self.dataset.standardize else made
+
+    def _own_and_valid(self, share: ClientShare) -> tuple[Tensor, Tensor]:
+        """The rows that a client trains on, and those for validation: by the dataset's own split, if it has one."""
+        if share.valid is not None:
+            return share.train, share.valid
+        if self.dataset.is_valid is None:
+            return cut(share.train, self.common.valid)
+        flags = torch.from_numpy(self.dataset.is_valid)[share.train]
+        return share.train[~flags], share.train[flags]
 
     def _tests(self, shares: list[ClientShare]) -> Split:
         """The test shards, by the setting `tests`; clients with the same test set share a shard."""

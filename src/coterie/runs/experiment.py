@@ -133,7 +133,7 @@ def resolve(tables: Tables) -> Experiment:
     notes: list[str] = []
     name = run.algorithm
     algorithm_class = find_algorithm(name)
-    preset = find_preset(run.dataset)
+    preset = find_preset(run.dataset, tables["dataset"])
     _, schedule = build_run({**preset.run, **tables["run"]})
     model = preset.model if run.model is None else run.model
     if run.loss not in LOSSES and ":" not in run.loss:

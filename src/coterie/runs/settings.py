@@ -33,7 +33,11 @@ class RunSettings:
     table: ClassVar[str] = "run"
 
     algorithm: str = setting("coterie", "method; see 'coterie list algorithms'", flag="--algorithm -a")
-    dataset: str = setting("rotated-digits", "named dataset, or path to your own .npz file", flag="--dataset -d")
+    dataset: str = setting(
+        "rotated-digits",
+        "named dataset, or path of your own data: .npz, .npy, .csv, .parquet, or a folder of pictures",
+        flag="--dataset -d",
+    )
     scenario: str | None = setting(None, "how the data is partitioned", flag=True, default_is=_OWN)
     clients: int | None = setting(None, "number of clients", ge=1, flag=True, default_is=_OWN)
     model: str | None = setting(None, "named network, or module:callable", flag=True, default_is=_OWN)

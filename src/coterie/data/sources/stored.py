@@ -24,10 +24,10 @@ from torch import Tensor
 from coterie.data.dataset import Dataset, Source
 from coterie.data.readers._files import indexed, join
 from coterie.data.sources.npz import read_npz
+from coterie.data.values import GREY
 from coterie.errors import DataError
 from coterie.randomness import Rng
 
-_GREY = 127.5  # maps pixels 0 ... 255 to -1 ... 1
 _LUMINANCE = (0.299, 0.587, 0.114)  # ITU-R BT.601, as used by Pillow
 _SLAB = 1 << 24  # pixels resized at a time, to avoid a float copy of everything
 
@@ -146,8 +146,8 @@ class StoredSource(Source):
             is_train=is_train,
             user=user,
             user_names=names,
-            mean=_GREY,
-            std=_GREY,
+            mean=GREY,
+            std=GREY,
         )
 
     def _checked(self, data: Dataset, path: Path) -> Dataset:
