@@ -74,7 +74,7 @@ class Experiment:
         outputs = data.num_classes or (1 if data.y.dim() == 1 else int(data.y[0].numel()))
         make = ModelMaker(self.model, self.model_settings, data.input_shape, outputs, self.schedule.initial)
         seed, loss = self.schedule.seed, find_loss(self.loss)
-        return Task.made(make, seed, loss, data.num_classes, data.input_shape, self.work_of_run)
+        return Task.made(make, seed, loss, data.num_classes, data.input_shape, self.work_of_run, data.has_integers)
 
     @property
     def work_of_run(self) -> SGD:

@@ -97,23 +97,25 @@ class Site:
         key = (call.seed, call.precision)
         if key not in self._engines:
             data = self.federation
-            task = Task.made(self._make, call.seed, self._loss, data.num_classes, data.input_shape, work)
+            sizes = (data.num_classes, data.input_shape)
+            task = Task.made(self._make, call.seed, self._loss, *sizes, work, data.has_integers)
             settings = {"precision": call.precision}
             self._engines[key] = LoopEngine(task, self.federation, device=self._device, settings=settings)
         return self._engines[key]
 
 
-def one_client(name: str, data: Any, num_classes: int) -> Federation:
+def one_client(name: str, data: Any, num_classes: int, held_out: bool = True) -> Federation:
     """The federation of one site from the result of its `load_data`.
 
-    That is a federation of one client, or whatever `Federation.from_clients` takes for a client. Sites must agree on
-    their classes, so labels are numbers here.
+    That is a federation of one client, or whatever `Federation.from_clients` takes for a client. Without `held_out`,
+    all samples are training samples. Sites must agree on their classes, so labels are numbers here.
     """
     if isinstance(data, Federation):
         if len(data) != 1:
             raise DataError(f"load_data must return the data of one client. Got a federation of {len(data)} instead.")
         return data
-    made = Federation.from_clients({name: data}, num_classes=num_classes)
+    test, valid = (0.2, 0.1) if held_out else (0.0, 0.0)
+    made = Federation.from_clients({name: data}, num_classes=num_classes, test=test, valid=valid)
     if made.class_names:
         raise DataError(
             "load_data must return classes as integers, which mean the same at every site. Got words instead."
