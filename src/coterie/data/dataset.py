@@ -75,6 +75,7 @@ class Source:
 
     key: ClassVar[str]
     summary: ClassVar[str]
+    is_public: ClassVar[bool] = False  # a run folder may hold some of its samples without being asked to
     is_fixed: ClassVar[bool] = False  # `load` gives the same samples for all numbers of clients and seeds
 
     def load(self, clients: int | None, rng: Rng, data_dir: Path | None) -> Dataset:

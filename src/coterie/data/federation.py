@@ -7,6 +7,7 @@ may share a shard (the test set of their group), which is then stored and evalua
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -143,6 +144,16 @@ class Federation:
     def has_integers(self) -> bool:
         """Whether inputs are integers that are not pixels, such as token ids."""
         return self.x.dtype != torch.uint8 and not self.x.is_floating_point()
+
+    def input_facts(self) -> dict[str, str]:
+        """What a model of this data must know to be used elsewhere, as texts for the metadata of a file."""
+        return {
+            "inputs": self.scaling,
+            "mean": json.dumps(self.mean),
+            "std": json.dumps(self.std),
+            "input_shape": json.dumps(self.input_shape),
+            "classes": json.dumps(self.class_names or self.num_classes),
+        }
 
     @property
     def scaling(self) -> str:

@@ -57,7 +57,9 @@ class Common:
         0.2, "share of a client's samples that are for testing, with tests of its own or drawn like its own", gt=0, lt=1
     )
     valid: float = setting(0.1, "share of a client's training samples held out for validation", ge=0, lt=1)
-    reserve: int = setting(0, "samples per class that only the server holds (indicator samples)", ge=0)
+    reserve: int = setting(
+        0, "samples per class (in all, without classes) that only the server holds (indicator samples)", ge=0
+    )
 
 
 @dataclass(frozen=True)
@@ -188,15 +190,11 @@ class Partition:
         """Reserve the server's samples, before any client gets samples."""
         if not self.common.reserve:
             return
-        if not self.dataset.num_classes:
-            raise ConfigError(
-                f"scenario.reserve draws samples by class, but {self.dataset.name} has no classes; set it to 0."
-            )
         train, _ = self._official_rows()
         order = train[self.rng.at("reserve").permutation(len(train))]
-        y = self.dataset.y[order]
-        found = [order[y == label][: self.common.reserve] for label in range(self.dataset.num_classes)]
-        self.reserved = torch.cat(found)
+        y, classes = self.dataset.y[order], self.dataset.num_classes
+        found = [order[y == label][: self.common.reserve] for label in range(classes)]
+        self.reserved = torch.cat(found) if classes else order[: self.common.reserve]
         if len(self.reserved) * 2 > len(train):
             raise DataError(
                 f"{len(self.reserved)} of {len(train)} training samples would be reserved for the server; "

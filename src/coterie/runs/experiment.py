@@ -134,7 +134,8 @@ def resolve(tables: Tables) -> Experiment:
     name = run.algorithm
     algorithm_class = find_algorithm(name)
     preset = find_preset(run.dataset, tables["dataset"])
-    _, schedule = build_run({**preset.run, **tables["run"]})
+    source = source_class(preset.source)
+    _, schedule = build_run({"keep_pictures": source.is_public, **preset.run, **tables["run"]})
     model = preset.model if run.model is None else run.model
     if run.loss not in LOSSES and ":" not in run.loss:
         raise UnknownName("loss", run.loss, LOSSES)
@@ -159,7 +160,7 @@ def resolve(tables: Tables) -> Experiment:
         dataset=preset.name,
         clients=preset.clients if run.clients is None else run.clients,
         scenario=Scenario.named(scenario_name, scenario_values),
-        source=build(source_class(preset.source), {**preset.source_settings, **tables["dataset"]}, "dataset"),
+        source=build(source, {**preset.source_settings, **tables["dataset"]}, "dataset"),
         model=model,
         model_settings=settings,
         loss=run.loss,

@@ -89,7 +89,12 @@ class Schedule:
     attack: AttackKind = setting("none", "simulated attack", flag=True)
     attackers: float = setting(0.2, "fraction of the clients that attack", ge=0, lt=1, flag=True)
     corrupt: float = setting(0.0, "simulated fraction of answers that arrive as NaN", ge=0, lt=1, flag=True)
-    keep_pictures: bool = setting(True, "keep a few sample images of each cluster in the run folder", flag=True)
+    keep_pictures: bool = setting(
+        False,
+        "keep a few training images of each cluster in the run folder",
+        flag=True,
+        default_is="only those of coterie's named datasets",
+    )
 
 
 def build_run(values: Mapping[str, Any]) -> tuple[RunSettings, Schedule]:

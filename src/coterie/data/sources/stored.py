@@ -60,6 +60,7 @@ class StoredSource(Source):
     """A source in the data folder; subclasses find and read its original format."""
 
     is_fixed: ClassVar[bool] = True
+    is_public: ClassVar[bool] = True
     classes: ClassVar[int]
     original: ClassVar[str]  # describes the original files, for errors
     folders: ClassVar[tuple[str, ...]] = ()  # folders used by other tools, besides `key`
