@@ -55,6 +55,12 @@ def like_the_run(new: Federation, run: Federation) -> Federation:
     if is_other or new.num_classes > run.num_classes:
         way_out = "" if is_other else f" Labels must be less than {run.num_classes}."
         raise DataError(f"{new.name} has {targets[0]}, but the run was trained on {targets[1]}.{way_out}")
+    if new.class_names != run.class_names and new.class_names and run.class_names:
+        unknown = [name for name in new.class_names if name not in run.class_names]
+        if unknown:
+            raise DataError(f"{new.name} has the class '{unknown[0]}', which the run was not trained on.")
+        numbers = torch.tensor([run.class_names.index(name) for name in new.class_names])
+        new = replace(new, y=numbers[new.y], class_names=run.class_names)
     # A few clients need not have every class. Raw values of the same type are scaled as those of the run.
     scaled = run if new.x.dtype == run.x.dtype else new
     return replace(new, num_classes=run.num_classes, mean=scaled.mean, std=scaled.std)
