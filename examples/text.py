@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import coterie
 from coterie import SGD, Federation
 
-PRAISE = "great lovely brilliant superb".split()
-BLAME = "dull awful boring weak".split()
-SLANG = "sick wicked insane filthy".split()  # blame in one kind of forum, praise in the other
-OTHER = "the a this film song meal was is really so quite very I found it".split()
+PRAISE = ["great", "lovely", "brilliant", "superb"]
+BLAME = ["dull", "awful", "boring", "weak"]
+SLANG = ["sick", "wicked", "insane", "filthy"]  # blame in one kind of forum, praise in the other
+OTHER = ["the", "a", "this", "film", "song", "meal", "was", "is", "really", "so", "quite", "very", "I", "found", "it"]
 VOCABULARY = ["", *PRAISE, *BLAME, *SLANG, *OTHER]  # token 0 fills up short posts
 LENGTH = 8
 
