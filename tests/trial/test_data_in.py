@@ -60,6 +60,15 @@ def test_sorted_data_in_any_form_is_learned(form: str):
     assert accuracy(federation) > 0.85  # with the last fifth as tests it was .30: one class only
 
 
+def test_a_table_of_all_hospitals():
+    tables = [
+        pandas.DataFrame(100 * x, columns=list("abc")).assign(hospital=name, outcome=y)
+        for name, (x, y) in patients().items()
+    ]
+    by_hospital = {name: rows.drop(columns="hospital") for name, rows in pandas.concat(tables).groupby("hospital")}
+    assert accuracy(Federation.from_clients(by_hospital, label="outcome", standardize=True)) > 0.85
+
+
 def test_bytes_are_scaled_as_in_a_file(command: Command):
     x, y = np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8), np.arange(40) % 2
     np.savez("own.npz", x=x, y=y, user=np.repeat(["a", "b"], 20))
