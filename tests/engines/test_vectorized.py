@@ -168,6 +168,16 @@ def test_token_ids_stay_integers_and_equal_the_loop(over):
     assert_same(made[0].engine.memory_tensors(), made[1].engine.memory_tensors(), exact=False, tolerance=1e-9)
 
 
+def test_a_token_that_the_embedding_does_not_have():
+    x = torch.zeros(20, 6, dtype=torch.int64)
+    x[-1, 2] = 9
+    federation = Federation.from_clients({"a": (x, torch.arange(20) % 3)})
+    with pytest.raises(
+        ModelError, match="Tokens cannot take the integer 9 in a sample; its embedding may be too small"
+    ):
+        finished(setup_of(FedAvg(), federation, model=lambda: Tokens(Recurrent), model_settings={}))
+
+
 def test_integers_are_floats_to_a_network_without_an_embedding():
     x, y = torch.randint(0, 9, (30, 4), generator=torch.Generator().manual_seed(0)), torch.arange(30) % 2
     found = [

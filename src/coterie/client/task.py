@@ -81,8 +81,14 @@ def check_network(network: Network, task: Task, federation: Federation) -> None:
     _check_loss(task, federation)
     x, y = federation.samples(0)
     x = network.inputs(x[:2])
+    tensors = task.layout.unpack(task.initial.to(network.device, network.dtype))
     with _model_error(f"{name} cannot take samples of shape {federation.input_shape}"), torch.no_grad():
-        outputs = network(task.layout.unpack(task.initial.to(network.device, network.dtype)), x)
+        outputs = network(tensors, x)
+    if task.integers:
+        largest = federation.x[federation.x.flatten(1).amax(1).argmax()].unsqueeze(0)
+        why = f"{name} cannot take the integer {int(largest.max())} in a sample; its embedding may be too small"
+        with _model_error(why), torch.no_grad():
+            network(tensors, network.inputs(largest))
     if outputs.shape[0] != len(x):
         raise ModelError(f"{name} returns {tuple(outputs.shape)} for {len(x)} samples; keep the first axis.")
     if task.num_classes and (outputs.dim() < 2 or outputs.shape[1] < task.num_classes):
