@@ -57,7 +57,9 @@ class Common:
         0.2, "share of a client's samples that are for testing, with tests of its own or drawn like its own", gt=0, lt=1
     )
     valid: float = setting(0.1, "share of a client's training samples held out for validation", ge=0, lt=1)
-    reserve: int = setting(0, "samples per class that only the server holds (indicator samples)", ge=0)
+    reserve: int = setting(
+        0, "samples per class (in all, without classes) that only the server holds (indicator samples)", ge=0
+    )
 
 
 @dataclass(frozen=True)
@@ -188,15 +190,11 @@ class Partition:
         """Reserve the server's samples, before any client gets samples."""
         if not self.common.reserve:
             return
-        if not self.dataset.num_classes:
-            raise ConfigError(
-                f"scenario.reserve draws samples by class, but {self.dataset.name} has no classes; set it to 0."
-            )
         train, _ = self._official_rows()
         order = train[self.rng.at("reserve").permutation(len(train))]
-        y = self.dataset.y[order]
-        found = [order[y == label][: self.common.reserve] for label in range(self.dataset.num_classes)]
-        self.reserved = torch.cat(found)
+        y, classes = self.dataset.y[order], self.dataset.num_classes
+        found = [order[y == label][: self.common.reserve] for label in range(classes)]
+        self.reserved = torch.cat(found) if classes else order[: self.common.reserve]
         if len(self.reserved) * 2 > len(train):
             raise DataError(
                 f"{len(self.reserved)} of {len(train)} training samples would be reserved for the server; "
@@ -214,7 +212,7 @@ class Partition:
                 raise DataError(
                     f"Client '{share.name}' of {self.dataset.name} has no training samples; use fewer clients."
                 )
-            own, middle = cut(share.train, self.common.valid) if share.valid is None else (share.train, share.valid)
+            own, middle = self._own_and_valid(share)
             train.append(own)
             held.append(middle)
         if self.common.kinds is not None and sorted(s.group for s in shares) != self.client_groups(len(shares)):
@@ -223,7 +221,7 @@ class Partition:
         groups = torch.tensor([share.group for share in shares])
         view = groups if len(self.views) > 1 else torch.zeros_like(groups)
         keys = name_keys(names)
-        return Federation(
+        made = Federation(
             name=self.dataset.name,
             x=self.dataset.x,
             y=self.dataset.y,
@@ -242,7 +240,18 @@ class Partition:
             reserved=self.reserved,
             reserved_view=self._reserved_views(),
             repeats=self.repeats,
+            class_names=self.dataset.class_names,
         ).validate()
+        return made.standardized() if self.dataset.standardize else made
+
+    def _own_and_valid(self, share: ClientShare) -> tuple[Tensor, Tensor]:
+        """The rows that a client trains on, and those for validation: by the dataset's own split, if it has one."""
+        if share.valid is not None:
+            return share.train, share.valid
+        if self.dataset.is_valid is None:
+            return cut(share.train, self.common.valid)
+        flags = torch.from_numpy(self.dataset.is_valid)[share.train]
+        return share.train[~flags], share.train[flags]
 
     def _tests(self, shares: list[ClientShare]) -> Split:
         """The test shards, by the setting `tests`; clients with the same test set share a shard."""

@@ -104,12 +104,12 @@ class InProcessEngine(Engine):
         self.settings, self.federation = chosen, federation
         self.network = Network(task.module, self.dtype, self.device)
         check_network(self.network, task, federation)
-        self.data = DeviceData(federation, self.device, self.dtype, self._may_render())
+        self.data = DeviceData(federation, self.device, self.dtype, self._may_render(), task.integers)
         self._memory: dict[str, Tensor] = {}  # what the clients remember
         self._itemsize = self.dtype.itemsize
         # Some algorithms for depthwise convolutions are so slow that measuring them takes half a minute.
         self._tuned = all(getattr(layer, "groups", 1) == 1 for layer in self.network.module.modules())
-        sample = federation.samples(0)[0][:1].to(self.device, self.dtype)
+        sample = self.network.inputs(federation.samples(0)[0][:1])
         self._activations = self.network.activation_size(sample)
         self._multiplications = self.network.multiplications(sample)
         # Evaluation keeps only a few layers alive at a time; half of the budget is left for the models.
@@ -119,7 +119,7 @@ class InProcessEngine(Engine):
         self.plan = self.make_plan()
         if federation.reserved is not None:
             x, y = federation.reserved_samples()
-            self.reserved = (x.to(self.device, self.dtype), y.to(self.device))
+            self.reserved = (self.network.inputs(x), y.to(self.device))
 
     def begin(self, round: int, phase: Phase) -> None:
         """See `Engine.begin`; clients that drift take their views of this round."""
