@@ -401,12 +401,13 @@ def split_rows(partition: Partition, rows: Tensor, members: int, rng: Rng) -> li
         if sum(sizes) <= len(rows):
             return list(order[: sum(sizes)].split(sizes))
         partition.repeats = True
-        return [_repeated(shuffled(rows, rng.at("client", i)), size) for i, size in enumerate(sizes)]
+        return packed(sizes, lambda i: _drawn(rows, sizes[i], rng.at("client", i)))
     if common.samples is not None:
         if common.samples * members <= len(rows):
             return list(order[: common.samples * members].split(common.samples))
         partition.repeats = True
-        return [_repeated(shuffled(rows, rng.at("client", i)), common.samples) for i in range(members)]
+        count = common.samples
+        return packed([count] * members, lambda i: _drawn(rows, count, rng.at("client", i)))
     if common.quantity is not None:
         return top_up(share_by_dirichlet([order], members, common.quantity, rng), least, rng)
     return list(torch.tensor_split(order, members))
@@ -460,17 +461,28 @@ def _by_label_vectors(partition: Partition, rows: Tensor, members: int, least: i
     kinds = [rows[y == label] for label in range(classes)]
     there = torch.tensor([len(kind) > 0 for kind in kinds])
     alpha = common.alpha / int(there.sum()) if common.sense == "total" else common.alpha
-    found = []
-    for client in range(members):
+
+    def share(client: int) -> Tensor:
         point = rng.at("client", client)
         vector = dirichlet(point.at("labels"), torch.full((classes,), alpha).where(there, torch.zeros(1)))
         sizes = round_shares(vector, counts[client])
-        own = [
-            _repeated(shuffled(k, point.at("class", i)), int(n))
-            for i, (k, n) in enumerate(zip(kinds, sizes, strict=True))
-        ]
-        found.append(shuffled(torch.cat(own), point.at("order")))
-    return found
+        own = [_drawn(k, int(n), point.at("class", i)) for i, (k, n) in enumerate(zip(kinds, sizes, strict=True))]
+        return shuffled(torch.cat(own), point.at("order"))
+
+    return packed(counts, share)
+
+
+def packed(sizes: list[int], share: Callable[[int], Tensor]) -> list[Tensor]:
+    """The rows of each client, `share(i)` with sizes[i] entries, in one piece of memory.
+
+    One small tensor per client, made between large ones, would leave memory full of holes that are never filled.
+    """
+    found = torch.empty(sum(sizes), dtype=torch.int64)
+    begin = 0
+    for client, size in enumerate(sizes):
+        found[begin : begin + size] = share(client)
+        begin += size
+    return list(found.split(sizes))
 
 
 def dirichlet(rng: Rng, alpha: Tensor) -> Tensor:
@@ -495,11 +507,10 @@ def unit_pixels(dataset: Dataset, part: str) -> Dataset:
     return replace(dataset, mean=0.0, std=255.0)
 
 
-def _repeated(rows: Tensor, count: int) -> Tensor:
-    """`count` rows, repeating from the start if there are too few."""
-    if count <= len(rows):
-        return rows[:count]
-    return rows[torch.arange(count) % len(rows)]
+def _drawn(rows: Tensor, count: int, rng: Rng) -> Tensor:
+    """The first `count` rows in random order, repeating from the start if there are too few."""
+    order = rng.permutation(len(rows), min(count, len(rows)))
+    return rows[order if count <= len(rows) else order[torch.arange(count) % len(rows)]]
 
 
 @dataclass(frozen=True)
