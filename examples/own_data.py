@@ -1,7 +1,7 @@
 """Your own data: one pair of tensors per client. The clients here are hospitals that measure with opposite signs.
 
-Data can also come from a file: save it with `numpy.savez("hospitals.npz", x=..., y=..., user=...)` and pass it with
-`coterie run --dataset hospitals.npz`.
+A client's data may also be a torch Dataset, a pandas table and more, and all of it may come from a file:
+`coterie run --dataset hospitals.csv`. See docs/data.md.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ def run(
     or a callable that makes an nn.Module. With `out`, the run is saved in a folder there.
 
     The other arguments are the flags of `coterie run` (`coterie.runs.settings.Schedule`): `rounds`, `seed`,
-    `participation`, `unseen`, `dropout`, `attack` ... With `keep_pictures=False` the folder holds no samples.
+    `participation`, `unseen`, `dropout`, `attack` ... The folder holds no samples of your own data,
+    unless you ask for some pictures with `keep_pictures=True`.
 
     >>> import torch
     >>> result = run("fesem", "rotated-digits", rounds=3, seed=1)

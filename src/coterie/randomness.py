@@ -101,9 +101,12 @@ class Rng:
         count = math.prod(shape)
         return normal(torch.tensor([self.key]), count).reshape(shape)
 
-    def permutation(self, size: int) -> Tensor:
-        """A permutation of range(size), int64, on the CPU."""
-        return permutations(torch.tensor([self.key]), torch.tensor([size]))[0]
+    def permutation(self, size: int, count: int | None = None) -> Tensor:
+        """A permutation of range(size), int64, on the CPU; with `count`, its first entries: the rest is not sorted."""
+        if count is None or 4 * count > size:
+            return permutations(torch.tensor([self.key]), torch.tensor([size]))[0][:count].clone()
+        hashes = _shift(bits(torch.tensor(self.key), size), 1)
+        return hashes.topk(count, largest=False).indices
 
     @contextmanager
     def torch_seed(self) -> Iterator[None]:

@@ -231,3 +231,16 @@ def test_the_folder_of_a_name_is_a_plain_name():
     assert file_stem("a/b c.npz") == "b-c"
     assert file_stem("femnist") == "femnist"
     assert file_stem("/x/...npz") == "own"
+
+
+# ---- check ----
+
+
+def test_check_prints_the_same_numbers_and_writes_nothing(command: Command, show: Command, own_file: Path):
+    found = command("data", "check", own_file, "--json").json
+    assert sorted(own_file.parent.iterdir()) == [own_file]
+    assert found["inputs"] == "uint8 pixels: x / 127.5 - 1"
+    assert "│ uint8 pixels: x / 127.5 - 1 " in command("data", "check", own_file).out
+    shown = show(own_file, "--json").json
+    shown.pop("files")
+    assert found == shown

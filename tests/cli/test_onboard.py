@@ -145,6 +145,9 @@ def test_export_a_client_and_a_cluster(command: Command, runs: Path):
     done = command("export", runs / "a", "--cluster", int(result.labels[3]), "--json")
     assert done.json["file"] == f"a-cluster-{int(result.labels[3])}.safetensors"
     assert done.json["tensors"].keys() == module.state_dict().keys()
+    assert done.json["metadata"]["inputs"] == result.federation.scaling
+    with safetensors.safe_open("mine.safetensors", "pt") as file:
+        assert file.metadata() == done.json["metadata"] == result.federation.input_facts()
     weights = safetensors.torch.load_file(done.json["file"])
     assert all(torch.equal(weights[key], value) for key, value in module.state_dict().items())
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.data.federation import Federation, Split, cut
-from coterie.data.transforms import Rotate
+from coterie.data.transforms import Rotate, Transform
 from coterie.errors import DataError
 from coterie.randomness import name_keys
 
@@ -199,20 +199,51 @@ def test_two_digests_are_equal_if_and_only_if_the_data_is(one, other):
     assert (make(one).digest() == make(other).digest()) == (one == other)
 
 
-# ---- from tensors ----
+# ---- from clients ----
 
 
-def test_from_clients_cuts_test_then_validation_from_the_end():
+def rows_of(federation, split):
+    """The first feature of a client's samples, by which the tests know them."""
+    return [federation.samples(i, split)[0].flatten(1)[:, 0].tolist() for i in range(len(federation))]
+
+
+def test_from_clients_holds_out_shares_with_the_labels_of_the_client():
+    y = torch.arange(100) // 50  # sorted, as files often are
+    federation = Federation.from_clients({"a": (torch.arange(100.0).unsqueeze(1), y)})
+    assert federation.test.sizes.tolist() == [20]
+    assert federation.valid.sizes.tolist() == [8]
+    for split, each in (("train", 36), ("valid", 4), ("test", 10)):
+        assert federation.samples(0, split)[1].bincount().tolist() == [each, each]
+    every = sum((rows_of(federation, split)[0] for split in ("train", "valid", "test")), [])
+    assert sorted(every) == list(range(100))
+
+
+def test_from_clients_draws_by_its_seed_and_the_name():
+    data = (torch.arange(40.0).unsqueeze(1), torch.zeros(40, dtype=torch.int64))
+
+    def tests_of(seed=0, **clients):
+        return rows_of(Federation.from_clients(clients, seed=seed), "test")
+
+    first = tests_of(a=data, b=data)
+    assert first == tests_of(a=data, b=data)
+    assert first[0] != first[1]
+    assert first[0] != list(range(32, 40))  # not simply the last ones
+    assert tests_of(seed=1, a=data)[0] != first[0] == tests_of(a=data)[0]
+
+
+def test_from_clients_without_shares_keeps_all_samples_in_order():
+    x = torch.arange(7.0).unsqueeze(1)
+    federation = Federation.from_clients({"a": (x, torch.arange(7) % 2)}, test=0.0, valid=0.0)
+    assert torch.equal(federation.samples(0)[0], x)
+
+
+def test_from_clients_sizes_of_small_clients():
     x = {name: torch.randn(size, 3) for name, size in (("a", 20), ("b", 1), ("c", 10))}
     federation = Federation.from_clients({n: (v, torch.arange(len(v)) % 2) for n, v in x.items()})
     assert federation.names == ("a", "b", "c")
     assert federation.train.sizes.tolist() == [15, 1, 8]  # 16 - floor(1.6); 1; 8 - floor(0.8)
     assert federation.valid.sizes.tolist() == [1, 0, 0]
     assert federation.test.sizes.tolist() == [4, 0, 2]
-    assert torch.equal(federation.samples(0, "train")[0], x["a"][:15])
-    assert torch.equal(federation.samples(0, "valid")[0], x["a"][15:16])
-    assert torch.equal(federation.samples(0, "test")[0], x["a"][16:])
-    assert torch.equal(federation.samples(2, "test")[0], x["c"][8:])
     assert federation.num_classes == 2
 
 
@@ -222,6 +253,8 @@ def test_from_clients_for_regression_and_images():
     assert federation.num_classes == 0
     assert federation.x.dtype == torch.uint8
     assert federation.y.dtype == torch.float32
+    assert torch.equal(federation.samples(0)[0], torch.full((4, 1, 2, 2), -1.0))  # scaled as in an .npz file
+    assert federation.scaling == "uint8 pixels: x / 127.5 - 1"
     doubles = Federation.from_clients(
         {"a": (torch.zeros(4, 2, dtype=torch.float64), torch.zeros(4, dtype=torch.int32))}
     )
@@ -229,9 +262,25 @@ def test_from_clients_for_regression_and_images():
     assert doubles.y.dtype == torch.int64
 
 
+def test_from_clients_standardizes_by_the_training_samples():
+    x = torch.tensor([[1.0, 5.0], [3.0, 5.0], [100.0, 5.0]])
+    y = torch.zeros(3, dtype=torch.int64)
+    federation = Federation.from_clients({"a": {"train": (x[:2], y[:2]), "test": (x[2:], y[2:])}}, standardize=True)
+    assert (federation.mean, federation.std) == ((2.0, 5.0), (1.0, 1.0))  # a feature that does not vary: 1
+    assert federation.samples(0)[0].tolist() == [[-1.0, 0.0], [1.0, 0.0]]
+    assert federation.samples(0, "test")[0].tolist() == [[98.0, 0.0]]
+    assert torch.equal(federation.unscaled(federation.samples(0, "test")[0]), x[2:])
+    assert federation.digest() != replace(federation, mean=(2.0, 6.0)).digest()
+
+
 def test_from_clients_with_true_groups_by_name():
     data = {n: (torch.ones(5, 2), torch.zeros(5, dtype=torch.int64)) for n in "abc"}
     assert Federation.from_clients(data, groups={"c": 1, "a": 0, "b": 1}).groups.tolist() == [0, 1, 1]
+    numbers = Federation.from_clients(dict.fromkeys((7, 3), data["a"]), groups={3: 1, 7: 0})
+    assert (numbers.names, numbers.groups.tolist()) == (("7", "3"), [0, 1])
+
+
+GOOD = (torch.ones(3, 2), torch.zeros(3).long())
 
 
 @pytest.mark.parametrize(
@@ -240,11 +289,40 @@ def test_from_clients_with_true_groups_by_name():
         ({}, "own has no clients."),
         ({"a": (torch.ones(3, 2), torch.zeros(2).long())}, "Client 'a' has 3 samples but 2 labels."),
         ({"a": (torch.ones(0, 2), torch.zeros(0))}, "Client 'a' of own has no training samples (1 such client(s))"),
+        ({"a": GOOD, "b": (torch.ones(3, 4), GOOD[1])}, "Samples of client 'b' are (4,) torch.float32, those of the"),
+        ({"a": GOOD, "b": (GOOD[0], torch.zeros(3))}, "Labels of client 'b' are floats, those of the first client int"),
+        ({"a": (torch.full((3, 2), torch.nan), GOOD[1])}, "Client 'a': x has NaN or infinite values;"),
+        ({"a": (GOOD[0], torch.tensor([0, -1, 1]))}, "own: labels must be 0 ... 1, for 2 classes. Got -1 instead."),
     ],
 )
 def test_from_clients_refuses(clients, sentence):
     with pytest.raises(DataError) as caught:
         Federation.from_clients(clients)
+    assert str(caught.value).startswith(sentence)
+
+
+# ---- labels ----
+
+
+class Shifted(Transform):
+    def labels(self, y):
+        return y + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_classes": 2}, "tiny: labels must be 0 ... 1, for 2 classes. Got 2 instead."),
+        ({"y": torch.zeros(12, dtype=torch.int32)}, "tiny: y must have one class per sample, int64 [S]. Got torch.int"),
+        ({"y": torch.zeros(12, 3)}, "tiny: y must have one class per sample, int64 [S]. Got torch.float32 of shape"),
+        ({"num_classes": 0}, "tiny: targets without classes must be floats. Got torch.int64 instead."),
+        ({"views": ((), (Shifted(),))}, "tiny: labels must be 0 ... 2, for 3 classes. Got 3 instead."),
+        ({"x": torch.zeros(12, 4, dtype=torch.int64)}, "tiny has integers as inputs, such as token ids; this scenario"),
+    ],
+)
+def test_labels_that_would_be_read_outside_their_arrays(federation, change, sentence):
+    with pytest.raises(DataError) as caught:
+        replace(federation, **change).validate()
     assert str(caught.value).startswith(sentence)
 
 

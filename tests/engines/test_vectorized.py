@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from coterie.client.work import SGD
+from coterie.data.federation import Federation
 from coterie.engines import make_engine
+from coterie.errors import DataError, ModelError
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.local import Local
 from tests.helpers import assert_same, finished, ragged_federation, setup_of
@@ -129,6 +133,89 @@ def test_layers_over_sequences_equal_the_loop(network):
     assert float((models - made[0].engine.initial()).abs().max()) > 0.1  # they have learned something
 
 
+class Tokens(nn.Module):
+    """Another network behind an embedding, which takes nothing but integers."""
+
+    def __init__(self, over: type[OverText]) -> None:
+        super().__init__()
+        self.inner = over()
+
+    def forward(self, tokens):
+        assert not tokens.is_floating_point()
+        return self.inner.head(self.inner.over(self.inner.table(tokens)))
+
+
+@pytest.mark.parametrize("over", [Recurrent, Attending])
+def test_token_ids_stay_integers_and_equal_the_loop(over):
+    generator = torch.Generator().manual_seed(0)
+    clients = {
+        f"c{i}": (torch.randint(0, 9, (12 + 5 * i, 6), generator=generator), torch.arange(12 + 5 * i) % 3)
+        for i in range(3)
+    }
+    federation = Federation.from_clients(clients)
+    made = []
+    for engine, settings in (("loop", {}), ("vectorized", {"plan": "stacked"})):
+        setup = setup_of(
+            Local(),
+            federation,
+            model=lambda: Tokens(over),
+            model_settings={},
+            engine=engine,
+            engine_settings={"precision": "float64", **settings},
+        )
+        made.append(finished(setup))
+    assert made[1].engine.data.rendered()[0].dtype == torch.int64
+    assert_same(made[0].engine.memory_tensors(), made[1].engine.memory_tensors(), exact=False, tolerance=1e-9)
+
+
+def test_a_token_that_the_embedding_does_not_have():
+    x = torch.zeros(20, 6, dtype=torch.int64)
+    x[-1, 2] = 9
+    federation = Federation.from_clients({"a": (x, torch.arange(20) % 3)})
+    with pytest.raises(
+        ModelError, match="Tokens cannot take the integer 9 in a sample; its embedding may be too small"
+    ):
+        finished(setup_of(FedAvg(), federation, model=lambda: Tokens(Recurrent), model_settings={}))
+
+
+def test_integers_are_floats_to_a_network_without_an_embedding():
+    x, y = torch.randint(0, 9, (30, 4), generator=torch.Generator().manual_seed(0)), torch.arange(30) % 2
+    found = [
+        finished(setup_of(FedAvg(), Federation.from_clients({"a": (inputs, y), "b": (inputs, y)}))).state.centers
+        for inputs in (x, x.float())
+    ]
+    assert torch.equal(*found)
+
+
+def test_soft_labels_are_not_read_as_classes():
+    generator = torch.Generator().manual_seed(0)
+    clients = {
+        f"c{i}": (torch.randn(20, 4, generator=generator), torch.rand(20, 3, generator=generator).softmax(1))
+        for i in range(3)
+    }
+    federation = Federation.from_clients(clients)
+    loop, fast = (finished(setup_of(Local(), federation, engine=engine)) for engine in ("loop", "vectorized"))
+    assert fast.engine.describe()["plan"] in ("stacked", "loop")  # the hand-written plans are for classes
+    assert_same(loop.engine.memory_tensors(), fast.engine.memory_tensors(), exact=False, tolerance=1e-9)
+    assert loop.summary()["accuracy"] is None
+    assert loop.summary()["loss"]["macro"] > 0
+
+
+def test_numbers_under_cross_entropy_name_the_loss_that_takes_them():
+    numbers = Federation.from_clients({"a": (torch.ones(8, 2), torch.arange(8.0))}, name="prices")
+    with pytest.raises(
+        ModelError, match="targets of prices are numbers, and cross-entropy learns classes. Use --loss mse"
+    ):
+        finished(setup_of(FedAvg(), numbers))
+
+
+def test_labels_outside_their_range_never_reach_a_kernel():
+    federation = ragged_federation()
+    bad = replace(federation, y=federation.y + 1)
+    with pytest.raises(DataError, match="labels must be 0 ... 2, for 3 classes. Got 3 instead"):
+        finished(setup_of(FedAvg(), bad))
+
+
 def test_batch_norm_statistics_are_averaged_and_counters_are_not():
     setup = setup_of(FedAvg(), model=with_norm_and_dropout, model_settings={})
     trainer = finished(setup)
@@ -180,8 +267,6 @@ def test_chunk_follows_memory():
 
 def test_regression_with_mse():
     generator = torch.Generator().manual_seed(0)
-    from coterie.data.federation import Federation
-
     clients = {}
     for i in range(4):
         x = torch.randn(30 + i, 3, generator=generator)

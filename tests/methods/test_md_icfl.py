@@ -12,7 +12,6 @@ from coterie.data.federation import Move
 from coterie.data.transforms import SwapLabels
 from coterie.engines.base import Chunk
 from coterie.engines.mock import MockEngine
-from coterie.errors import ConfigError
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.md_icfl import MDICFL, class_weights, nearest_center
 from coterie.methods.parts.pseudo import Forward, class_distances, probabilities, search
@@ -337,14 +336,6 @@ def test_a_client_that_does_not_answer_the_second_question_keeps_its_label():
         ("coterie.block:choose", "client-3"),
         ("coterie.algorithms.md_icfl:nearest", "client-0"),
     }
-
-
-def test_data_without_classes_are_refused():
-    engine, _ = toy(lambda *a: {})
-    engine.task = replace(engine.task, num_classes=0)
-    state = MDICFL().state_type.common_start(engine, 4)
-    with pytest.raises(ConfigError, match="MD-ICFL generates pseudo data of classes; these data have none."):
-        MDICFL().pseudo(state, engine, RNG)
 
 
 # ---- samples of the last round ----

@@ -121,7 +121,8 @@ def test_clients_that_join_find_room():
 
 
 def test_a_resumed_run_has_the_same_exhibits(tmp_path: Path):
-    setup = setup_of(find_algorithm("fesem")(), schedule=Schedule(rounds=4, participation=0.4, checkpoint_every=0.0))
+    schedule = Schedule(rounds=4, participation=0.4, checkpoint_every=0.0, keep_pictures=True)
+    setup = setup_of(find_algorithm("fesem")(), schedule=schedule)
     whole = RunFolder.create(tmp_path, "whole", "whole", setup.tables())
     execute(setup, whole)
     cut = RunFolder.create(tmp_path, "cut", "cut", setup.tables())
@@ -183,11 +184,11 @@ def test_tables_have_no_pictures_and_they_can_be_left_out(tmp_path: Path):
     assert not (path / "artifacts" / "members.npz").exists()
 
 
-def test_from_python_pictures_can_be_left_out(tmp_path: Path):
-    for keep in (True, False):
-        result = coterie.run("fesem", ragged_federation(), rounds=1, out=tmp_path, keep_pictures=keep)
+def test_from_python_pictures_are_kept_on_request_only(tmp_path: Path):
+    for asked, kept in (({}, False), ({"keep_pictures": True}, True), ({"keep_pictures": False}, False)):
+        result = coterie.run("fesem", ragged_federation(), rounds=1, out=tmp_path, **asked)
         assert result.path is not None
-        assert (result.path / "artifacts" / "members.npz").exists() is keep
+        assert (result.path / "artifacts" / "members.npz").exists() is kept
 
 
 # ---- while the run goes on ----

@@ -36,7 +36,7 @@ def test_nothing_typed_is_coterie_on_rotated_digits():
     assert found.algorithm == Coterie()
     assert (found.dataset, found.clients, found.scenario.name) == ("rotated-digits", 40, "rotated")
     assert (found.engine, found.device, found.loss) == ("vectorized", "auto", "cross_entropy")
-    assert found.schedule == Schedule()
+    assert found.schedule == Schedule(keep_pictures=True)
     assert found.notes == []
 
 
@@ -47,7 +47,7 @@ def test_a_dataset_brings_the_defaults_that_suit_it(name: str):
     assert found.model_settings == dict(preset.model_settings)
     assert {key: getattr(found.work, key) for key in preset.work} == dict(preset.work)
     assert found.clients == preset.clients
-    assert found.schedule == Schedule(**preset.run)
+    assert found.schedule == Schedule(**preset.run, keep_pictures=True)
     assert resolved(dataset=name, rounds=3).schedule.rounds == 3
 
 

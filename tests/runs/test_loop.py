@@ -152,7 +152,7 @@ def test_a_row_for_each_round_with_the_numbers_that_matter(tmp_path: Path):
     assert [row["round"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
         assert row.keys() == {
-            *("round", "cohort", "accuracy", "f1", "loss", "ari", "nmi", "purity", "churn", "cluster_sizes"),
+            *("round", "cohort", "accuracy", "f1", "loss", "r2", "ari", "nmi", "purity", "churn", "cluster_sizes"),
             *("clients_met", "failures", "repairs", "decisions", "bytes", "seconds", "spread"),
         }
         assert row["cohort"] == 4  # 0.7 of 6

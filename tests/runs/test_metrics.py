@@ -138,17 +138,19 @@ def test_evaluation_of_classes():
         "accuracy": {"micro": 0.625, "macro": 0.75, "bottom5": 0.75, "worst_decile": 0.5},
         "f1": {"micro": 0.4375, "macro": 0.625},
         "loss": {"micro": 1.25, "macro": 1.5},
+        "r2": None,
     }
 
 
-def test_evaluation_of_a_regression_has_a_loss_only():
-    found = measured(of_scores({"samples": np.array([1, 1]), "loss": np.array([2.0, 4.0])}))
-    assert found == {"accuracy": None, "f1": None, "loss": {"micro": 3.0, "macro": 3.0}}
+def test_evaluation_of_a_regression_has_loss_and_r2():
+    scores = {"samples": np.array([1, 3]), "loss": np.array([2.0, 4.0]), "r2": np.array([0.0, 0.8])}
+    means = {"loss": {"micro": 3.5, "macro": 3.0}, "r2": {"micro": pytest.approx(0.6), "macro": 0.4}}
+    assert measured(of_scores(scores)) == {"accuracy": None, "f1": None, **means}
 
 
 def test_evaluation_of_nothing():
     nothing = {name: np.zeros(2) for name in ("samples", "loss", "accuracy", "f1")}
-    assert measured(of_scores(nothing)) == {"accuracy": None, "f1": None, "loss": None}
+    assert measured(of_scores(nothing)) == {"accuracy": None, "f1": None, "loss": None, "r2": None}
 
 
 def test_the_summary_has_the_last_evaluation_the_clusters_of_now_and_the_best_rounds():

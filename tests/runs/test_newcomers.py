@@ -294,3 +294,13 @@ def test_newcomers_land_in_the_cluster_of_their_rotation(name: str):
 def test_newcomers_find_their_rotation_on_five_seeds(name: str):
     found = [coterie.run(name, "rotated-digits", seed=seed, unseen=0.2, evaluate_every=20) for seed in range(5)]
     assert np.mean([at_home(result) for result in found]) >= 0.95
+
+
+def test_classes_of_newcomers_are_known_by_their_names():
+    x = torch.ones(6, 2)
+    run = Federation.from_clients({"a": (x, np.array(["cat", "dog", "owl"] * 2))}, test=0.0, valid=0.0)
+    new = Federation.from_clients({"b": (x, np.array(["owl", "dog"] * 3))}, test=0.0, valid=0.0)
+    assert like_the_run(new, run).samples(0)[1].tolist() == [2, 1] * 3
+    other = Federation.from_clients({"b": (x, np.array(["owl", "emu"] * 3))})
+    with pytest.raises(DataError, match="own has the class 'emu', which the run was not trained on"):
+        like_the_run(other, run)

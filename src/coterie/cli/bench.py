@@ -19,7 +19,9 @@ def bench(
     *,
     workload: Annotated[
         list[str] | None,
-        typer.Option("--workload", "-w", help="mclr, mlp, lenet, leaf-cnn or resnet18; repeatable, by default all."),
+        typer.Option(
+            "--workload", "-w", help="mclr, mlp, lenet, leaf-cnn, resnet18 or mobilenetv2; repeatable, by default all."
+        ),
     ] = None,
     clients: Annotated[int | None, whole("--clients", "number of clients", "the workload's", ge=1)] = None,
     repeats: Annotated[int, whole("--repeats", "rounds of each; medians are shown", ge=1)] = 5,

@@ -75,13 +75,15 @@ def _table(choice: Choice, dataset: str) -> Table:
     from rich.text import Text
 
     over = f"gain over K = {choice.recommended}"
-    heads = ("K", "held-out accuracy", over, "loss", "intra-cluster distance", "silhouette", "gap statistic")
+    heads = ["K", "held-out accuracy", over, "held-out loss", "intra-cluster distance", "silhouette", "gap statistic"]
     has_classes = any(row.accuracy is not None for row in choice.rows)
+    if not has_classes:
+        heads.remove("held-out accuracy")
     rows = []
     for row in choice.rows:
         cells = (
             str(row.clusters),
-            _percent(row.accuracy, row.accuracy_error),
+            *([_percent(row.accuracy, row.accuracy_error)] if has_classes else []),
             _percent(row.gain, row.gain_error, "+") if has_classes else _number(row.gain, row.gain_error, "+.4f"),
             _number(row.loss, None, ".4f"),
             f"{row.intra_distance:.4g}",

@@ -1,4 +1,4 @@
-"""`coterie data fetch`, `list`: the stored datasets, and how to get them."""
+"""`coterie data fetch`, `list`, `show`, `check`: the stored datasets, and how to get them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coterie.cli.data_show import show
+from coterie.cli.data_show import check, show
 from coterie.cli.flags import JsonFlag
 from coterie.cli.output import stderr, stdout, table_of
 from coterie.runs.settings import RunSettings
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from coterie.data.fetch import Progress as Fetched
     from coterie.data.sources.stored import StoredSource
 
-app = typer.Typer(help="List, fetch and show datasets.", no_args_is_help=True)
+app = typer.Typer(help="List, fetch, check and show datasets.", no_args_is_help=True)
 
 FolderFlag = Annotated[Path | None, typer.Option("--data-dir", help=fields_of(RunSettings)["data_dir"].sentence)]
 
@@ -71,6 +71,7 @@ def list_data(data_dir: FolderFlag = None, json_: JsonFlag = False) -> None:
 
 
 app.command("show")(show)
+app.command("check")(check)
 
 
 def _row(source: StoredSource, folder: Path) -> dict[str, Any]:

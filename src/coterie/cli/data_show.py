@@ -1,4 +1,4 @@
-"""`coterie data show`: how a dataset is partitioned, in numbers, pictures and one page, before any training."""
+"""`coterie data show`, `check`: how a dataset is partitioned, in numbers and pictures, before any training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPLITS: tuple[Literal["train", "valid", "test"], ...] = ("train", "valid", "test
 )
 def show(
     *,
-    name: Annotated[str, typer.Argument(help="Named dataset, or path to your own .npz file.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Named dataset, or path of your own data.", show_default=False)],
     tables: Tables,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for the pictures and the page; by default data-NAME.")
@@ -55,6 +55,26 @@ def show(
         stdout().print(facts_of(found["dataset"], [*_rows(found), *files]))
 
 
+@takes(
+    (RunSettings, "scenario", "clients", "data_dir"), (Schedule, "seed"), settable=("scenario", "dataset"), config=False
+)
+def check(
+    *,
+    name: Annotated[str, typer.Argument(help="Named dataset, or path of your own data.", show_default=False)],
+    tables: Tables,
+    json_: JsonFlag = False,
+) -> None:
+    """Read a dataset and partition it, and print the numbers. Writes nothing; an error says what is wrong."""
+    from coterie.runs.experiment import resolve
+
+    experiment = resolve(merge(tables, {"run": {"algorithm": "fedavg", "dataset": name}}))
+    found = describe(experiment, experiment.federation())
+    if json_:
+        print(json.dumps(found))
+    else:
+        stdout().print(facts_of(found["dataset"], _rows(found)))
+
+
 # ---- the numbers ----
 
 
@@ -62,6 +82,7 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
     """A federation in numbers, as `--json` prints it."""
     import numpy as np
 
+    from coterie.runs.divergence import large_features
     from coterie.views import plots
 
     counts = federation.label_counts("train", "valid").numpy()  # [N, L]
@@ -79,7 +100,10 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
         # A shard that several clients share, such as the test set of their kind, counts once.
         "samples": {name: int(split.offsets.diff()[split.shard.unique()].sum()) for name, split in splits.items()},
         "input_shape": list(federation.input_shape),
+        "inputs": federation.scaling,
         "classes": federation.num_classes or None,
+        "class_names": list(federation.class_names),
+        "note": large_features(federation),
         "groups": None
         if member is None
         else [
@@ -110,12 +134,15 @@ def _rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     settings = ", ".join(f"{key}={value}" for key, value in found["settings"].items())
     named = [f"{group['name']} ({group['clients']:,} clients)" for group in (groups or [])[:8]]
     more = " ..." if len(groups or []) > 8 else ""
+    words = found["class_names"]
+    names = f": {', '.join(words[:8])}{' ...' if len(words) > 8 else ''}" if words else ""
     rows = [
         ("scenario", f"{found['scenario']} ({settings})" if settings else found["scenario"]),
         ("clients", f"{found['clients']:,}"),
         ("samples", "  ".join(f"{name} {count:,}" for name, count in samples.items())),
         ("shape of a sample", " x ".join(str(extent) for extent in found["input_shape"])),
-        ("classes", "none: targets are numbers" if found["classes"] is None else f"{found['classes']:,}"),
+        ("inputs", found["inputs"]),
+        ("classes", "none: targets are numbers" if found["classes"] is None else f"{found['classes']:,}{names}"),
         ("true groups", "none" if groups is None else f"{len(groups)}: {', '.join(named)}{more}"),
         ("samples per client", "min {min:,}  median {median:,g}  max {max:,}  (train + valid)".format(**each)),
     ]
@@ -127,6 +154,8 @@ def _rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows.append(("test sets", sets))
     if found["label_skew"] is not None:
         rows.append(("label skew", f"{found['label_skew']:.2f} classes hold 80 % of a client's samples, on average"))
+    if found["note"]:
+        rows.append(("note", found["note"]))
     if found["moves"]:
         rows.append(("clients change group", "in round " + ", ".join(str(round) for round in found["moves"])))
     return [*rows, ("seed", str(found["seed"])), ("digest", found["digest"])]

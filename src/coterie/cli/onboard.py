@@ -12,9 +12,9 @@ from urllib.parse import quote
 import typer
 
 from coterie.cli.flags import JsonFlag, RunArgument, takes, whole
-from coterie.cli.output import say, stdout, table_of
+from coterie.cli.output import say, score_text, stdout, table_of
 from coterie.errors import ConfigError, RunError, StorageError
-from coterie.runs.metrics import NUMBER, PERCENT
+from coterie.runs.metrics import METRICS, NUMBER, PERCENT
 from coterie.runs.settings import RunSettings, Tables, merge
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def onboard(
     path: RunArgument,
     dataset: Annotated[
         str | None,
-        typer.Option("--dataset", "-d", help="Data of the new clients: named dataset, or your own .npz file."),
+        typer.Option("--dataset", "-d", help="Data of the new clients: named dataset, or path of your own data."),
     ] = None,
     tables: Tables,
     seed: Annotated[int | None, whole("--seed", "seed of the new clients", "the run's seed + 1", ge=0)] = None,
@@ -44,7 +44,7 @@ def onboard(
 ) -> None:
     """Add new clients to a finished run. Each is assigned by the run's own rule, adapted and evaluated."""
     if dataset is None:
-        raise ConfigError("onboard needs the data of the new clients: --dataset NAME, or a path to your own .npz file.")
+        raise ConfigError("onboard needs the data of the new clients: --dataset NAME, or a path of your own data.")
     from coterie.runs.execution import open_run
     from coterie.runs.experiment import resolve
     from coterie.runs.newcomers import like_the_run
@@ -94,7 +94,8 @@ def _write(folder: Path, result: Result, newcomers: Newcomers) -> dict[str, Any]
     (folder / "models").mkdir()
     for client, served in newcomers.models():
         file = f"models/{quote(rows[client]['name'], safe=' ')}.safetensors"
-        save_weights(served.module(task.module, task.num_classes, task.input_shape).state_dict(), folder / file)
+        weights = served.module(task.module, task.num_classes, task.input_shape).state_dict()
+        save_weights(weights, folder / file, newcomers.federation.input_facts())
         rows[client]["model"] = file
     report = {
         "run": str(result.path),
@@ -110,19 +111,20 @@ def _write(folder: Path, result: Result, newcomers: Newcomers) -> dict[str, Any]
 
 
 def _table(report: dict[str, Any], path: Path) -> Table:
-    accuracy, clients = PERCENT.text((report["accuracy"] or {}).get("macro")), report["clients"]
+    clients = report["clients"]
+    key, form = ("r2", METRICS["r2"].format) if "r2" in clients[0] else ("accuracy", PERCENT)
     kind = (
         "" if report["right_kind"] is None else f", in a cluster of their kind {PERCENT.text(report['right_kind'])} %"
     )
-    score = f"accuracy {accuracy}, ARI with members {NUMBER.text(report['ari'])}{kind}"
+    score = f"{score_text(report)}, ARI with members {NUMBER.text(report['ari'])}{kind}"
     title = f"{len(clients)} new clients in {path} ({report['algorithm']}): {score}"
     rows = []
     for row in clients[:_SHOWN]:
         cells = ["-" if row[key] is None else str(row[key]) for key in ("cluster", "group")]
-        rows.append([row["name"], *cells, PERCENT.text(row["accuracy"])])
+        rows.append([row["name"], *cells, form.text(row[key])])
     if len(clients) > _SHOWN:
         rows.append([f"... and {len(clients) - _SHOWN} more in clients.json"])
-    return table_of(title, ("client", "cluster", "true group", "accuracy"), rows, ["client"])
+    return table_of(title, ("client", "cluster", "true group", "R2" if key == "r2" else key), rows, ["client"])
 
 
 def export(
@@ -136,6 +138,8 @@ def export(
 ) -> None:
     """Export one model of a finished run. It is a state_dict (safetensors), to load into your own module.
 
+    The metadata of the file say how inputs are scaled, their shape, and the classes.
+
     A client that is served with a mixture of models gets the state_dict of a `coterie.MixtureModel`.
     """
     if (client is None) == (cluster is None):
@@ -148,15 +152,16 @@ def export(
     else:
         assert cluster is not None
         weights, which = result.cluster_state_dict(cluster), f"cluster-{cluster}"
+    facts = result.federation.input_facts()
     run_name = Path(os.path.abspath(path)).name
     file = Path(f"{run_name}-{quote(which, safe=' ')}.safetensors") if out is None else out
     try:
-        save_weights(weights, file)
+        save_weights(weights, file, facts)
     except OSError as error:
         raise StorageError(f"{file} cannot be written: {error.strerror or error}.") from error
     if json_:
         shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
-        print(json.dumps({"file": str(file), "tensors": shapes}))
+        print(json.dumps({"file": str(file), "tensors": shapes, "metadata": facts}))
     else:
         load = f"safetensors.torch.load_file('{file}')"
         is_mixture = "models.0" in ".".join(weights) and "weights" in weights
@@ -164,13 +169,14 @@ def export(
             f"coterie.MixtureModel.from_state_dict(module, {load})" if is_mixture else f"module.load_state_dict({load})"
         )
         print(f"{file}: {len(weights)} tensors; {how}")
+        print(f"inputs: {facts['inputs']}")
 
 
-def save_weights(weights: dict[str, Tensor], file: Path) -> None:
+def save_weights(weights: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
     """Write a state_dict completely, or leave the old file as it was."""
     import safetensors.torch
 
-    content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()})
+    content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()}, metadata)
     temporary = file.with_name(f".{file.name}.tmp")
     try:
         temporary.write_bytes(content)

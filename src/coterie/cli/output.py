@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from coterie.errors import ConfigError
-from coterie.runs.metrics import NUMBER, PERCENT, metrics
+from coterie.runs.metrics import METRICS, NUMBER, PERCENT, metrics
 from coterie.runs.observers import Row
 from coterie.views.decisions import kinds_found, legend, sentences
 from coterie.views.words import size_text
@@ -111,6 +111,18 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def score_text(record: Mapping[str, Any]) -> str:
+    """The main score of a row or summary: accuracy; without classes loss and R2, which may be missing.
+
+    >>> score_text({"accuracy": {"macro": 0.5}}), score_text({"loss": {"macro": 2.0}, "r2": {"macro": 0.25}})
+    ('accuracy 50.00', 'loss 2.0000, R2 0.2500')
+    """
+    if record.get("accuracy"):
+        return f"accuracy {PERCENT.text(record['accuracy']['macro'])}"
+    shown = [METRICS[key] for key in ("loss", "r2") if METRICS[key].read(record) is not None]
+    return ", ".join(f"{metric.label} {metric.format.text(metric.read(record))}" for metric in shown)
+
+
 class RoundProgress:
     """Shows the progress of a run: a bar in a terminal, some lines elsewhere, nothing when quiet."""
 
@@ -170,11 +182,7 @@ class RoundProgress:
     @staticmethod
     def numbers(row: Row) -> str:
         """The main numbers of a round."""
-        parts = []
-        if row.get("accuracy"):
-            parts.append(f"accuracy {PERCENT.text(row['accuracy']['macro'])}")
-        elif row.get("loss"):
-            parts.append(f"loss {row['loss']['macro']:.4f}")
+        parts = [score_text(row)] if row.get("accuracy") or row.get("loss") else []
         parts.append(f"sizes {short_sizes(row['cluster_sizes'])}")
         if row["failures"]:
             parts.append(f"failed {row['failures']}")
@@ -215,6 +223,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if summary.get("diverged"):
+        yield "diverged", summary["diverged"]
     lines: dict[str, list[str]] = {}
     scores = metrics("summary")
     tables = [metric.place[0] for metric in scores]
@@ -230,10 +240,10 @@ def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         start = f"ARI {NUMBER.text(summary['start_ari'])}; " if summary.get("start_ari") is not None else ""
         yield "after the start", f"{start}{summary['moved_since_start']} clients moved since, {changes} label changes"
     if unseen := summary.get("unseen"):
-        macro, ari = (unseen["accuracy"] or {}).get("macro"), NUMBER.text(unseen["ari"])
+        ari = NUMBER.text(unseen["ari"])
         kind = unseen.get("right_kind")
         right = "" if kind is None else f"  in a cluster of their kind {PERCENT.text(kind)} %"
-        yield "unseen", f"{unseen['clients']} clients: accuracy {PERCENT.text(macro)}  ARI with members {ari}{right}"
+        yield "unseen", f"{unseen['clients']} clients: {score_text(unseen)}  ARI with members {ari}{right}"
     if summary["clients_met"] < summary["clients"]:
         yield "clients seen", f"{summary['clients_met']} of {summary['clients']}"
     traffic, start = summary["bytes"], summary["bytes"]["start"]
@@ -252,6 +262,8 @@ def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "engine",
             f"{plan['plan']} in {plan['precision']} on {plan['device']}, {plan['chunk']} clients at a time{why}",
         )
+    if "inputs" in summary:
+        yield "inputs", summary["inputs"]
     if decisions := summary.get("decisions"):
         yield "decisions", "\n".join(decision_lines(decisions, summary["clusters"]))
     for repair in summary["repairs"]:

@@ -150,6 +150,7 @@ def _opening(experiment: Experiment) -> str:
         f"{len(experiment.federation())} clients",
         f"model {experiment.model}{chosen}",
         f"{_optimizer(work)}lr {work.lr:g}, {length}, batch {work.batch_size}, momentum {work.momentum:g}",
+        f"inputs {experiment.federation().scaling}",
         f"seed {experiment.schedule.seed}",
     ]
     return " · ".join(parts)

@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from coterie.cli.grids import grids_of, markdown_of, print_grids
-from coterie.cli.output import RoundProgress, clock, say, stdout, stop_on_ctrl_c, table_of
+from coterie.cli.output import RoundProgress, clock, say, score_text, stdout, stop_on_ctrl_c, table_of
 from coterie.errors import CoterieError, Interrupted, RunsFailed
 from coterie.runs.batch import SITUATION, Case, Clock, Loader, Outcome, check_cases, run_cases
 from coterie.runs.comparison import Comparison, Row, record_of, rows_of, standings_of
-from coterie.runs.metrics import NUMBER, PERCENT, SECONDS, Format, Metric, metrics
+from coterie.runs.metrics import METRICS, NUMBER, PERCENT, SECONDS, Format, Metric, metrics
 from coterie.runs.observers import Listener
 from coterie.runs.situations import Situation
 from coterie.runs.trackers import trackers
@@ -90,9 +90,10 @@ def outcome_line(outcome: Outcome, number: int, total: int, left: float | None) 
     rest = "" if left is None or number == total else f"; left {clock(left)}"
     if outcome.summary is None:
         return f"{head} failed: {outcome.problem}{rest}"
-    accuracy, ari = (outcome.summary.get("accuracy") or {}).get("macro"), outcome.summary.get("ari")
-    parts = [f"accuracy {PERCENT.text(accuracy)}"] if accuracy is not None else []
+    ari = outcome.summary.get("ari")
+    parts = [score_text(outcome.summary)] if outcome.summary.get("loss") or outcome.summary.get("accuracy") else []
     parts += [f"ARI {NUMBER.text(ari)}"] if ari is not None else []
+    parts += ["diverged"] if outcome.summary.get("diverged") else []
     spent = "already there" if outcome.was_there else f"{SECONDS.text(outcome.summary['seconds']['total'])} s"
     return f"{head} {', '.join([*parts, spent])}{rest}"
 
@@ -121,15 +122,21 @@ def finish(outcomes: Sequence[Outcome], root: Comparison, dataset: str, json_: b
 
 
 def as_table(rows: list[Row], title: str, width: int) -> Table:
-    """The rows as the terminal shows them, with the best accuracy marked; a narrow terminal omits F1 and K."""
+    """The rows as the terminal shows them, with the best accuracy marked; a narrow terminal omits F1 and K.
+
+    Without classes, loss and R2 take the place of accuracy.
+    """
     seeds = max(row["seeds"] for row in rows)
     labels = list(dict.fromkeys(key for row in rows for key in row["labels"]))
     has_unseen = any(row["unseen"]["macro"] for row in rows)
     is_wide = width >= (140 if seeds > 1 else 110)
     scores = metrics("terminal", "wide") if is_wide else metrics("terminal")
+    has_classes = any(row["accuracy"]["macro"] for row in rows)
     first = [metric for metric in scores if metric.place[0] == "accuracy"]
-    rest = [metric for metric in scores if metric not in first]
-    best = max((row["accuracy"]["macro"]["mean"] for row in rows if row["accuracy"]["macro"]), default=None)
+    rest = [metric for metric in scores if metric not in first and (has_classes or metric.place[0] != "f1")]
+    first = first if has_classes else [METRICS["loss"], METRICS["r2"]]
+    values = [value["mean"] for row in rows if (value := first[0].read(row))]
+    best = (max if has_classes else min)(values, default=None)
 
     def cell(value: dict[str, float] | None, form: Format) -> str:
         if value is None:
@@ -138,7 +145,7 @@ def as_table(rows: list[Row], title: str, width: int) -> Table:
 
     def score(row: Row, metric: Metric) -> Text:
         value = metric.read(row)
-        is_best = metric.key == "accuracy" and value and value["mean"] == best
+        is_best = metric is first[0] and value and value["mean"] == best
         return Text(cell(value, metric.format), style="bold green" if is_best else "")
 
     def cells(row: Row) -> dict[str, str | Text]:

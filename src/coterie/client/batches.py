@@ -37,12 +37,20 @@ def rows_of(samples: Tensor, where: Tensor) -> Tensor:
 class DeviceData:
     """The samples of a federation on a device; batches are gathered by row and seen through views."""
 
-    def __init__(self, federation: Federation, device: torch.device, dtype: torch.dtype, rendered: int = 0) -> None:
+    def __init__(
+        self,
+        federation: Federation,
+        device: torch.device,
+        dtype: torch.dtype,
+        rendered: int = 0,
+        integers: bool = False,  # whether the network takes integers, such as token ids
+    ) -> None:
         self.federation = federation
         self.x = federation.x.to(device)
         self.y = federation.y.to(device, dtype if federation.y.is_floating_point() else None)
         self._ids = None if federation.sample_ids is None else federation.sample_ids.to(device)
         self.device, self.dtype = device, dtype
+        self.inputs = torch.int64 if federation.has_integers and integers else dtype  # of the samples
         names: tuple[SplitName, ...] = ("train", "valid", "test")
         self._index = {name: federation.split(name).index.to(device) for name in names}
         self._may_render = rendered  # bytes available for rendered training samples
@@ -54,10 +62,7 @@ class DeviceData:
 
     def gather(self, rows: Tensor, view: Tensor) -> tuple[Tensor, Tensor]:
         """Samples of rows [c, n] as c clients of these views (a CPU tensor [c]) see them."""
-        x = self.x[rows].to(self.dtype)
-        if self.federation.mean != 0.0 or self.federation.std != 1.0:
-            x = (x - self.federation.mean) / self.federation.std
-        y = self.y[rows]
+        x, y = self.federation.scaled(self.x[rows], self.dtype).to(self.inputs), self.y[rows]
         present = view.unique().tolist()
         for number in present:
             transforms = self.federation.views[number]
@@ -89,14 +94,14 @@ class DeviceData:
 
     def _render(self) -> tuple[Tensor, Tensor] | None:
         federation, split = self.federation, self.federation.train
-        size = len(split.index) * self.x[0].numel() * self.dtype.itemsize
+        size = len(split.index) * self.x[0].numel() * self.inputs.itemsize
         owned = len(split.shard.unique()) == len(split.shard)  # clients that share a shard may differ in their views
         if size > self._may_render or not owned:
             return None
         views = torch.zeros(len(split.offsets) - 1, dtype=torch.int64)  # [shards]
         views[split.shard] = federation.view_of(torch.arange(len(federation)))
         each = views.repeat_interleave(split.offsets.diff())  # [samples]
-        x = torch.empty(len(split.index), *self.x.shape[1:], dtype=self.dtype, device=self.device)
+        x = torch.empty(len(split.index), *self.x.shape[1:], dtype=self.inputs, device=self.device)
         y = torch.empty(len(split.index), *self.y.shape[1:], dtype=self.y.dtype, device=self.device)
         for number in each.unique().tolist():
             for where in (each == number).nonzero().flatten().split(8192):

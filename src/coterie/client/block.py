@@ -6,6 +6,7 @@ kernel computes gradients and outputs of a stack of models.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +20,7 @@ from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.federation import Split, SplitName
 from coterie.errors import ConfigError
-from coterie.nets.flat import Loss
+from coterie.nets.flat import Loss, cross_entropy
 from coterie.randomness import Rng, mix
 
 _GROUPED = 64  # times the samples of one forward pass: so many outputs are held at once
@@ -264,7 +265,7 @@ class Block:
         return self.evaluate(models, split)["loss"]
 
     def evaluate(self, models: Models | Tensor, split: SplitName = "test") -> dict[str, Tensor]:
-        """Scores of each client's model, [c] or [c, m] each: samples, loss, and for classes accuracy and F1.
+        """Scores of each client's model, [c] or [c, m] each: samples, loss, for classes accuracy and F1, else R2.
 
         F1 is the macro mean over the client's classes; with two classes, F1 of class 1.
         A client without samples in the split scores 0 with samples = 0.
@@ -331,7 +332,8 @@ class Block:
             found, labels = [], []
             for part in torch.arange(len(where)).split(self._at_once):
                 x, y = self._data.at(split, where[part].to(self._data.device), view[part])
-                found.append(self._kernel.outputs(table[model : model + 1], x.unsqueeze(0))[0])
+                with _untuned():
+                    found.append(self._kernel.outputs(table[model : model + 1], x.unsqueeze(0))[0])
                 labels.append(y)
             yield torch.cat(found), torch.cat(labels), lengths
 
@@ -347,7 +349,8 @@ class Block:
             inside = place < lengths.unsqueeze(1)  # [u, width]
             where = (offsets[pairs[some, 1]].unsqueeze(1) + place).where(inside, torch.zeros(1, dtype=torch.int64))
             x, y = self._data.gather(self._data.index(split)[where.to(self._data.device)], pairs[some, 2])
-            outputs = self._kernel.outputs(table[pairs[some, 0].to(table.device)], x)
+            with _untuned():
+                outputs = self._kernel.outputs(table[pairs[some, 0].to(table.device)], x)
             real = inside.to(self._data.device)
             yield outputs[real], y[real], lengths
 
@@ -363,12 +366,23 @@ class Block:
         return self._split(split).sizes[self.clients]
 
 
+@contextlib.contextmanager
+def _untuned() -> Iterator[None]:
+    """Without cuDNN's tuning, which would begin anew for every number of samples."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
 class _Scores:
-    """Losses, accuracies and F1 of (model, shard) pairs, in order."""
+    """Losses, and accuracies and F1 or R2, of (model, shard) pairs, in order."""
 
     def __init__(self, num_classes: int, loss: Loss, device: torch.device) -> None:
         self._classes, self._loss, self._device = num_classes, loss, device
-        self._parts: dict[str, list[Tensor]] = {"samples": [], "loss": [], "accuracy": [], "f1": []}
+        self._parts: dict[str, list[Tensor]] = {"samples": [], "loss": [], "accuracy": [], "f1": [], "r2": []}
 
     def add(self, outputs: Tensor, y: Tensor, lengths: Tensor) -> None:
         """Add some pairs; `lengths` [u] are their numbers of samples, which follow one another."""
@@ -381,6 +395,8 @@ class _Scores:
         self._parts["samples"].append(lengths)
         self._parts["loss"].append(means(self._loss(outputs, y)))
         if not self._classes:
+            if self._loss is not cross_entropy and outputs.numel() == y.numel():
+                self._parts["r2"].append(_r2(outputs.reshape(y.shape), y, lengths))
             return
         guess = outputs.flatten(1).argmax(1)
         hit = guess == y
@@ -404,6 +420,26 @@ class _Scores:
     def result(self) -> dict[str, Tensor]:
         """One value per pair."""
         return {name: torch.cat(parts) for name, parts in self._parts.items() if parts}
+
+
+def _r2(outputs: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+    """The share of the variance that outputs [n, ...] explain, in runs of these lengths [u]; 0 if y does not vary.
+
+    >>> y = torch.tensor([1.0, 3.0, 5.0, 5.0])
+    >>> _r2(torch.tensor([1.0, 2.0, 9.0, 9.0]), y, torch.tensor([2, 2])).tolist()
+    [0.5, 0.0]
+    """
+    count = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)  # [n]
+    outputs, y = (
+        outputs.double().flatten(1) if y.dim() > 1 else outputs.double()[:, None],
+        y.double().reshape(len(y), -1),
+    )
+    sums = y.new_zeros(len(lengths), y.shape[1]).index_add_(0, count, y)
+    middle = (sums / lengths.clamp_min(1).unsqueeze(1))[count]
+    wrong, spread = (
+        y.new_zeros(len(lengths)).index_add_(0, count, part.square().sum(1)) for part in (y - outputs, y - middle)
+    )
+    return torch.where(spread > 0, 1 - wrong / spread.clamp_min(1e-300), torch.zeros_like(spread))
 
 
 def _rows_at(table: Tensor, refs: Tensor) -> Tensor:

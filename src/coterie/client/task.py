@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from coterie.client.work import SGD
 from coterie.data.federation import Federation
+from coterie.data.values import are_probabilities
 from coterie.errors import ModelError
-from coterie.nets.flat import Layout, Loss, Network, flatten
+from coterie.nets.flat import Layout, Loss, Network, cross_entropy, flatten, takes_integers
 from coterie.randomness import Rng
 
 ModelMaker = Callable[[Rng], nn.Module]
@@ -33,6 +34,7 @@ class Task:
     draw: Callable[[Rng], Tensor]  # other initial weights of the same network, [P]
     make: ModelMaker | None = None  # builds the network; required where clients are other processes
     seed: int = 0  # of `initial`
+    integers: bool = False  # whether samples are integers, such as token ids, and the network takes them as they are
 
     @functools.cached_property
     def output_bias(self) -> slice | None:
@@ -42,7 +44,7 @@ class Task:
             return None
         dtype = self.initial.dtype
         network = Network(self.module, dtype, torch.device("cpu"))
-        x = torch.zeros(2, *self.input_shape, dtype=dtype)
+        x = torch.zeros(2, *self.input_shape, dtype=torch.int64 if self.integers else dtype)
         more = torch.arange(1.0, last.size + 1, dtype=dtype)
         raised = self.initial.index_add(0, torch.arange(last.start, last.stop), more)
         with torch.no_grad():
@@ -52,24 +54,41 @@ class Task:
 
     @classmethod
     def made(
-        cls, make: ModelMaker, seed: int, loss: Loss, num_classes: int, input_shape: tuple[int, ...], work: SGD
+        cls,
+        make: ModelMaker,
+        seed: int,
+        loss: Loss,
+        num_classes: int,
+        input_shape: tuple[int, ...],
+        work: SGD,
+        integers: bool = False,
     ) -> Task:
-        """The task of a run with this seed; server and sites derive the same initial weights from it."""
+        """The task of a run with this seed; server and sites derive the same initial weights from it.
+
+        `integers` says whether the samples are integers.
+        """
         first = getattr(make, "first", None)
         module = make(Rng.seed(seed).at("model") if first is None else Rng(first))
-        sizes = (num_classes, input_shape)
-        return cls(
-            module, Layout.of(module), flatten(module), loss, *sizes, work, lambda rng: flatten(make(rng)), make, seed
-        )
+        sizes, draw = (num_classes, input_shape), lambda rng: flatten(make(rng))
+        whole = integers and takes_integers(module)
+        return cls(module, Layout.of(module), flatten(module), loss, *sizes, work, draw, make, seed, whole)
 
 
 def check_network(network: Network, task: Task, federation: Federation) -> None:
     """Raise ModelError if the network cannot process the samples, or has too few outputs for the classes."""
     name = type(task.module).__name__
+    federation.check_labels()
+    _check_loss(task, federation)
     x, y = federation.samples(0)
-    x = x[:2].to(network.device, network.dtype)
+    x = network.inputs(x[:2])
+    tensors = task.layout.unpack(task.initial.to(network.device, network.dtype))
     with _model_error(f"{name} cannot take samples of shape {federation.input_shape}"), torch.no_grad():
-        outputs = network(task.layout.unpack(task.initial.to(network.device, network.dtype)), x)
+        outputs = network(tensors, x)
+    if task.integers:
+        largest = federation.x[federation.x.flatten(1).amax(1).argmax()].unsqueeze(0)
+        why = f"{name} cannot take the integer {int(largest.max())} in a sample; its embedding may be too small"
+        with _model_error(why), torch.no_grad():
+            network(tensors, network.inputs(largest))
     if outputs.shape[0] != len(x):
         raise ModelError(f"{name} returns {tuple(outputs.shape)} for {len(x)} samples; keep the first axis.")
     if task.num_classes and (outputs.dim() < 2 or outputs.shape[1] < task.num_classes):
@@ -81,6 +100,15 @@ def check_network(network: Network, task: Task, federation: Federation) -> None:
         losses = task.loss(outputs, y[:2].to(network.device))
     if losses.shape != (len(x),):
         raise ModelError(f"The loss must return one number for each sample. Got shape {tuple(losses.shape)} instead.")
+
+
+def _check_loss(task: Task, federation: Federation) -> None:
+    """Raise ModelError if cross-entropy is to learn numbers that are neither classes nor probabilities."""
+    if task.loss is cross_entropy and not federation.num_classes and not are_probabilities(federation.y):
+        raise ModelError(
+            f"The targets of {federation.name} are numbers, and cross-entropy learns classes. Use --loss mse "
+            "(in Python loss='mse'), or integer labels."
+        )
 
 
 @contextmanager

@@ -11,13 +11,13 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coterie.data.values import check_finite
 from coterie.errors import ConfigError, DataError, UnknownName
 from coterie.randomness import Rng
 
@@ -27,7 +27,7 @@ class Dataset:
     """Samples with their labels, and where they come from, if known."""
 
     name: str
-    x: Tensor  # uint8 images [S, C, H, W], or float32 features [S, ...]
+    x: Tensor  # uint8 images [S, C, H, W], int64 (token ids) or float32 [S, ...]
     y: Tensor  # int64 [S] classes, or float32 [S] or [S, d] targets
     num_classes: int  # 0 for regression
     is_train: NDArray[np.bool_] | None = None  # [S]; None: no official split
@@ -36,6 +36,9 @@ class Dataset:
     group: NDArray[np.int64] | None = None  # [S] the true group of the sample's user, or its domain
     mean: float = 0.0  # networks get (x - mean) / std
     std: float = 1.0
+    class_names: tuple[str, ...] = ()  # [L] where labels were words
+    is_valid: NDArray[np.bool_] | None = None  # [S] training samples for validation; None: a share of each client's
+    standardize: bool = False  # networks get features scaled by mean and deviation of the training samples
 
     def __len__(self) -> int:
         return len(self.y)
@@ -51,12 +54,11 @@ class Dataset:
             raise DataError(f"{self.name}: {len(self.x)} samples but {len(self.y)} labels.")
         if not len(self.x):
             raise DataError(f"{self.name} has no samples.")
-        for column in ("is_train", "user", "group"):
+        for column in ("is_train", "is_valid", "user", "group"):
             values = getattr(self, column)
             if values is not None and len(values) != len(self.x):
                 raise DataError(f"{self.name}: {len(self.x)} samples but {len(values)} entries in '{column}'.")
-        if self.x.is_floating_point() and not bool(torch.isfinite(self.x).all()):
-            raise DataError(f"{self.name}: x has NaN or infinite values; remove them before training.")
+        check_finite(self.x, self.name)
         if self.num_classes and int(self.y.min()) < 0:
             raise DataError(f"{self.name}: labels must be 0 or larger. Got {int(self.y.min())} instead.")
         if self.num_classes and int(self.y.max()) >= self.num_classes:
@@ -73,6 +75,7 @@ class Source:
 
     key: ClassVar[str]
     summary: ClassVar[str]
+    is_public: ClassVar[bool] = False  # a run folder may hold some of its samples without being asked to
     is_fixed: ClassVar[bool] = False  # `load` gives the same samples for all numbers of clients and seeds
 
     def load(self, clients: int | None, rng: Rng, data_dir: Path | None) -> Dataset:
@@ -97,11 +100,13 @@ class Preset:
     run: Mapping[str, Any] = field(default_factory=dict)  # rounds, initial
 
 
+S = TypeVar("S", bound=Source)
+
 _SOURCES: dict[str, type[Source]] = {}
 _PRESETS: dict[str, Preset] = {}
 
 
-def register_source(cls: type[Source]) -> type[Source]:
+def register_source(cls: type[S]) -> type[S]:
     """Class decorator: register a source under its `key`."""
     _SOURCES[cls.key] = cls
     return cls
@@ -133,16 +138,16 @@ def source_class(key: str) -> type[Source]:
     return _SOURCES[key]
 
 
-def find_preset(name: str) -> Preset:
-    """The preset of a registered name or of the path of an `.npz` file."""
-    if name.endswith(".npz") or "/" in name:
-        from coterie.data.sources.npz import preset_of_file
-
-        return preset_of_file(Path(name))
+def find_preset(name: str, settings: Mapping[str, Any] | None = None) -> Preset:
+    """The preset of a registered name, or of the path of a user's own file, read by the source with these settings."""
     known = presets()
-    if name not in known:
-        raise UnknownName("dataset", name, known)
-    return known[name]
+    if name in known:
+        return known[name]
+    from coterie.data.sources.files import is_path, preset_of_file
+
+    if is_path(name):
+        return preset_of_file(Path(name), settings)
+    raise UnknownName("dataset", name, known)
 
 
 def positive_clients(clients: int | None, default: int) -> int:

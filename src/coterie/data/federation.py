@@ -7,17 +7,30 @@ may share a shard (the test set of their group), which is then stored and evalua
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.data.transforms import View, apply_view
+from coterie.data.columns import LABEL
+from coterie.data.given import clients_in, samples_of
+from coterie.data.transforms import Transform, View, apply_view
+from coterie.data.values import (
+    Scale,
+    Targets,
+    check_finite,
+    inputs_of,
+    label_kind,
+    scaling_in_words,
+    standard_scale,
+    targets_of,
+)
 from coterie.errors import DataError
-from coterie.randomness import name_keys
+from coterie.randomness import Rng, name_keys
 
 SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
@@ -69,8 +82,8 @@ class Federation:
     """N clients over one packed dataset."""
 
     name: str
-    x: Tensor  # uint8 or float32 [S, ...]
-    y: Tensor  # int64 or float32 [S]
+    x: Tensor  # uint8, int64 or float32 [S, ...]
+    y: Tensor  # int64 [S], or float32 [S] or [S, d]
     num_classes: int  # 0 for regression
     train: Split
     valid: Split
@@ -80,13 +93,14 @@ class Federation:
     views: tuple[View, ...] = ((),)
     view: Tensor | None = None  # int64 [N] index into views; None: all clients use the first
     groups: Tensor | None = None  # int64 [N] true groups, for evaluation only
-    mean: float = 0.0
-    std: float = 1.0
+    mean: Scale = 0.0
+    std: Scale = 1.0
     moves: tuple[Move, ...] = ()  # changes of views and groups, by round
     reserved: Tensor | None = None  # int64 [R] rows that only the server has
     reserved_view: Tensor | None = None  # int64 [R] the view of each reserved row
     repeats: bool = False  # whether several clients of one group may hold the same sample
     sample_ids: Tensor | None = None  # int64 [S] by which random transforms know a sample; None: its row
+    class_names: tuple[str, ...] = ()  # [L] where labels were words
 
     def __len__(self) -> int:
         return len(self.names)
@@ -107,8 +121,44 @@ class Federation:
         """Inputs and labels of one client, scaled and seen through its view."""
         rows = self.split(split).rows(client)
         view = self.views[int(self.view_of(torch.tensor([client]))[0])]
-        x = (self.x[rows].float() - self.mean) / self.std
-        return apply_view(view, x, self.y[rows], rows if self.sample_ids is None else self.sample_ids[rows])
+        known = rows if self.sample_ids is None else self.sample_ids[rows]
+        return apply_view(view, self.scaled(self.x[rows]), self.y[rows], known)
+
+    def scaled(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Stored inputs [..., *shape] as networks take them, in this float type; unscaled integers stay integers."""
+        if (self.mean, self.std) == (0.0, 1.0):
+            return x if self.has_integers else x.to(dtype)
+        mean, std = self._scale(x := x.to(dtype))
+        return (x - mean) / std  # type: ignore[no-any-return]
+
+    def unscaled(self, x: Tensor) -> Tensor:
+        """Inputs as networks take them, in the units of the stored data."""
+        mean, std = self._scale(x)
+        return x * std + mean  # type: ignore[no-any-return]
+
+    def _scale(self, like: Tensor) -> tuple[Any, ...]:
+        """Mean and deviation: numbers, or tensors of one number for each feature."""
+        return tuple(like.new_tensor(value) if isinstance(value, tuple) else value for value in (self.mean, self.std))
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether inputs are integers that are not pixels, such as token ids."""
+        return self.x.dtype != torch.uint8 and not self.x.is_floating_point()
+
+    def input_facts(self) -> dict[str, str]:
+        """What a model of this data must know to be used elsewhere, as texts for the metadata of a file."""
+        return {
+            "inputs": self.scaling,
+            "mean": json.dumps(self.mean),
+            "std": json.dumps(self.std),
+            "input_shape": json.dumps(self.input_shape),
+            "classes": json.dumps(self.class_names or self.num_classes),
+        }
+
+    @property
+    def scaling(self) -> str:
+        """How inputs are scaled, in words."""
+        return scaling_in_words(self.x.dtype, self.mean, self.std)
 
     def at(self, round: int) -> Federation:
         """The federation in that round: clients that drift have their current view and group."""
@@ -120,7 +170,7 @@ class Federation:
     def reserved_samples(self) -> tuple[Tensor, Tensor]:
         """Inputs and labels of the server's own samples, each seen through its view; no shard contains them."""
         rows = torch.empty(0, dtype=torch.int64) if self.reserved is None else self.reserved
-        x, y = (self.x[rows].float() - self.mean) / self.std, self.y[rows].clone()
+        x, y = self.scaled(self.x[rows]).clone(), self.y[rows].clone()
         seen = torch.zeros_like(rows) if self.reserved_view is None else self.reserved_view
         for number in seen.unique().tolist():
             mine = seen == number
@@ -140,7 +190,32 @@ class Federation:
                 f"Client '{self.names[empty[0]]}' of {self.name} has no training samples "
                 f"({len(empty)} such client(s)); use fewer clients or leave it out."
             )
+        self.check_labels()
+        if self.has_integers and any(t.__class__.inputs is not Transform.inputs for view in self.views for t in view):
+            raise DataError(f"{self.name} has integers as inputs, such as token ids; this scenario changes pictures.")
         return self
+
+    def check_labels(self) -> None:
+        """Raise DataError unless all labels are of this type and range, also those that clients see through views.
+
+        The compiled program reads memory by them.
+        """
+        if not self.num_classes:
+            if not self.y.is_floating_point():
+                raise DataError(f"{self.name}: targets without classes must be floats. Got {self.y.dtype} instead.")
+            return
+        if self.y.dtype != torch.int64 or self.y.dim() != 1:
+            raise DataError(
+                f"{self.name}: y must have one class per sample, int64 [S]. "
+                f"Got {self.y.dtype} of shape {tuple(self.y.shape)} instead."
+            )
+        every = [self.y, *(_seen(view, torch.arange(self.num_classes)) for view in self.views)]
+        low, high = min(int(y.min()) for y in every if len(y)), max(int(y.max()) for y in every if len(y))
+        if low < 0 or high >= self.num_classes:
+            raise DataError(
+                f"{self.name}: labels must be 0 ... {self.num_classes - 1}, for {self.num_classes} classes. "
+                f"Got {low if low < 0 else high} instead."
+            )
 
     def rename(self, names: Mapping[str, str]) -> Federation:
         """The same clients under other names; their random keys do not change."""
@@ -198,7 +273,7 @@ class Federation:
             total.update(array.data)
         rounds = tuple(move.round for move in self.moves)
         rest = (self.names, self.views, self.num_classes, self.mean, self.std, self.groups is None, rounds)
-        total.update(repr(rest).encode())
+        total.update(repr(rest + ((self.class_names,) if self.class_names else ())).encode())
         return total.hexdigest()
 
     def label_counts(self, *splits: SplitName) -> Tensor:
@@ -209,8 +284,7 @@ class Federation:
             for number in seen.unique().tolist():
                 clients = everyone[seen == number]
                 y = self.y[torch.cat([which.rows(client) for client in clients.tolist()])]
-                for transform in self.views[number]:
-                    y = transform.labels(y)
+                y = _seen(self.views[number], y)
                 place = torch.repeat_interleave(torch.arange(len(clients)), which.sizes[clients])
                 counts = torch.bincount(place * wide + y.long(), minlength=len(clients) * wide)
                 found[clients] += counts.reshape(len(clients), wide)
@@ -238,59 +312,136 @@ class Federation:
     @classmethod
     def from_clients(
         cls,
-        clients: Mapping[str, tuple[Tensor, Tensor]],
+        clients: Any,
         *,
         name: str = "own",
         num_classes: int | None = None,
         test: float = 0.2,
         valid: float = 0.1,
-        groups: Mapping[str, int] | None = None,
+        groups: Mapping[Any, int] | None = None,
+        label: str = LABEL,
+        seed: int = 0,
+        standardize: bool = False,
     ) -> Federation:
-        """A federation from tensors: client name -> (x, y); the last samples of each client are its test set.
+        """A federation from the data of each client: a dict of name -> data, or Flower's partitions.
+
+        The data of a client is (x, y) of arrays or tensors, a torch Dataset or DataLoader, a pandas DataFrame or a
+        Hugging Face Dataset, whose labels are the column `label`, or a dict of these with "train", "valid" and "test".
+        Splits that are not given are held out of "train": shares `test` and `valid`, drawn by `seed` and with the
+        label proportions of the client. Bytes are pixels, scaled to -1 ... 1. With `standardize`, features are scaled
+        by mean and deviation of all training samples.
 
         >>> data = {f"c{i}": (torch.randn(20, 4), torch.arange(20) % 2) for i in range(3)}
         >>> federation = Federation.from_clients(data)
         >>> len(federation), federation.train.sizes.tolist(), federation.test.sizes.tolist()
         (3, [15, 15, 15], [4, 4, 4])
+        >>> federation.samples(0, "test")[1].sort().values.tolist()
+        [0, 0, 1, 1]
         """
-        if not clients:
+        given = [(key, str(key), samples_of(data, str(key), label)) for key, data in clients_in(clients)]
+        if not given:
             raise DataError(f"{name} has no clients.")
-        first = next(iter(clients.values()))[0]
-        train, held, tests, start = [], [], [], 0
-        for client, (x, y) in clients.items():
-            if len(x) != len(y):
-                raise DataError(f"Client '{client}' has {len(x)} samples but {len(y)} labels.")
-            if x.shape[1:] != first.shape[1:] or x.dtype != first.dtype:
+        names = tuple(client for _, client, _ in given)
+        parts = [(client, split, samples) for _, client, found in given for split, samples in found.items()]
+        first = inputs_of(parts[0][2].x, f"Client '{names[0]}'")
+        inputs = [inputs_of(samples.x, f"Client '{client}'") for client, _, samples in parts]
+        for (client, _, samples), (own, _, _) in zip(parts, inputs, strict=True):
+            check_finite(own, f"Client '{client}'")
+            if own.shape[1:] != first.x.shape[1:] or own.dtype != first.x.dtype:
                 raise DataError(
-                    f"Samples of client '{client}' are {tuple(x.shape[1:])} {x.dtype}, those of the first client "
-                    f"{tuple(first.shape[1:])} {first.dtype}; they must be the same."
+                    f"Samples of client '{client}' are {tuple(own.shape[1:])} {own.dtype}, those of the first client "
+                    f"{tuple(first.x.shape[1:])} {first.x.dtype}; they must be the same."
                 )
-            if groups is not None and client not in groups:
-                raise DataError(f"groups has no entry for client '{client}'; name the group of every client.")
-            rows = torch.arange(start, start + len(x))
-            start += len(x)
-            own, last = cut(rows, test)
-            own, middle = cut(own, valid)
-            train.append(own)
-            held.append(middle)
-            tests.append(last)
-        names = tuple(clients)
-        x = torch.cat([x for x, _ in clients.values()])
-        y = torch.cat([y for _, y in clients.values()])
-        is_class = not y.is_floating_point()
-        classes = num_classes if num_classes is not None else (int(y.max()) + 1 if is_class else 0)
-        return cls(
+            kinds = [label_kind(part.y) for part in (samples, parts[0][2])]
+            if kinds[0] != kinds[1]:
+                raise DataError(
+                    f"Labels of client '{client}' are {kinds[0]}, those of the first client {kinds[1]}; "
+                    "they must be the same."
+                )
+        targets = targets_of(np.concatenate([samples.y for _, _, samples in parts]), f"Labels of {name}")
+        sizes = iter([len(own.x) for own in inputs])
+        splits: dict[SplitName, list[Tensor]] = {split: [] for split in SPLITS}
+        start = 0
+        for _, client, found in given:
+            rows: dict[str, Tensor] = {}
+            for split in found:
+                count = next(sizes)
+                rows[split] = torch.arange(start, start + count)
+                start += count
+            shares = {"test": test, "valid": valid}
+            for split, part in _held_out(rows, targets, shares, Rng.seed(seed).at("split", client)).items():
+                splits[split].append(part)
+        known = next((samples.class_names for _, _, samples in parts if samples.class_names), ())
+        classes = targets.num_classes and max(targets.num_classes, len(known))
+        made = cls(
             name=name,
-            x=x if x.dtype == torch.uint8 else x.float(),
-            y=y.long() if is_class else y.float(),
-            num_classes=classes,
-            train=Split.of(train),
-            valid=Split.of(held),
-            test=Split.of(tests),
+            x=torch.cat([own.x for own in inputs]),
+            y=targets.y,
+            num_classes=classes if num_classes is None or not classes else num_classes,
+            train=Split.of(splits["train"]),
+            valid=Split.of(splits["valid"]),
+            test=Split.of(splits["test"]),
             names=names,
             keys=name_keys(names),
-            groups=None if groups is None else torch.tensor([groups[n] for n in names]),
+            groups=None if groups is None else _groups_of([(key, client) for key, client, _ in given], groups),
+            mean=first.mean,
+            std=first.std,
+            class_names=targets.class_names or known,
         ).validate()
+        return made.standardized() if standardize else made
+
+    def standardized(self) -> Federation:
+        """The same data, scaled by mean and deviation of all training samples; of each feature, if it has features."""
+        mean, std = standard_scale(self.x[self.train.index.unique()])
+        return replace(self, mean=mean, std=std)
+
+
+def _seen(view: View, y: Tensor) -> Tensor:
+    """Labels as they are seen through a view."""
+    for transform in view:
+        y = transform.labels(y)
+    return y
+
+
+def _held_out(
+    rows: dict[str, Tensor], targets: Targets, shares: Mapping[str, float], rng: Rng
+) -> dict[SplitName, Tensor]:
+    """The rows of a client by split; those of splits that it does not have are held out of its training rows."""
+    own = rows["train"]
+    missing = {split: share for split, share in shares.items() if split not in rows}
+    held: dict[str, Tensor] = {}
+    if any(missing.values()):
+        own = own[rng.permutation(len(own))]
+        if targets.num_classes:
+            own = own[_spread_classes(targets.y[own])]
+    for split, share in missing.items():
+        own, held[split] = cut(own, share)
+    found = {**rows, **held, "train": own}
+    return {split: found[split].sort().values for split in SPLITS}
+
+
+def _spread_classes(y: Tensor) -> Tensor:
+    """An order of labels [n] in which every stretch has about the proportions of the whole: int64 [n].
+
+    >>> y = torch.tensor([0, 0, 0, 0, 1, 1])
+    >>> y[_spread_classes(y)].tolist()
+    [0, 1, 0, 0, 1, 0]
+    """
+    place = torch.empty(len(y), dtype=torch.float64)
+    for label in y.unique():
+        mine = (y == label).nonzero().flatten()
+        place[mine] = (torch.arange(len(mine), dtype=torch.float64) + 0.5) / len(mine)
+    return torch.argsort(place, stable=True)
+
+
+def _groups_of(clients: Sequence[tuple[Any, str]], groups: Mapping[Any, int]) -> Tensor:
+    """The true group of each client (its name as it was given, and as text), int64 [N]."""
+    found = []
+    for key, client in clients:
+        if key not in groups and client not in groups:
+            raise DataError(f"groups has no entry for client '{client}'; name the group of every client.")
+        found.append(groups[key] if key in groups else groups[client])
+    return torch.tensor(found)
 
 
 def name_groups(names: Sequence[str], groups: Sequence[int]) -> dict[int, str]:

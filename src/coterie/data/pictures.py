@@ -31,7 +31,7 @@ def picture(federation: Federation, client: int, row: Tensor) -> Floats:
     """One sample (row [1] of the packed data) as this client sees it, in the units of the data: [H, W, 3]."""
     everyone = torch.zeros(len(federation), dtype=torch.int64)
     alone = replace(federation, train=Split(row, torch.tensor([0, 1]), everyone))
-    x = alone.samples(client)[0][0] * federation.std + federation.mean  # [C, H, W]
+    x = federation.unscaled(alone.samples(client)[0][0])  # [C, H, W]
     return np.moveaxis(x.expand(3, *x.shape[1:]).double().numpy(), 0, -1)
 
 

@@ -57,7 +57,9 @@ class Common:
         0.2, "share of a client's samples that are for testing, with tests of its own or drawn like its own", gt=0, lt=1
     )
     valid: float = setting(0.1, "share of a client's training samples held out for validation", ge=0, lt=1)
-    reserve: int = setting(0, "samples per class that only the server holds (indicator samples)", ge=0)
+    reserve: int = setting(
+        0, "samples per class (in all, without classes) that only the server holds (indicator samples)", ge=0
+    )
 
 
 @dataclass(frozen=True)
@@ -188,15 +190,11 @@ class Partition:
         """Reserve the server's samples, before any client gets samples."""
         if not self.common.reserve:
             return
-        if not self.dataset.num_classes:
-            raise ConfigError(
-                f"scenario.reserve draws samples by class, but {self.dataset.name} has no classes; set it to 0."
-            )
         train, _ = self._official_rows()
         order = train[self.rng.at("reserve").permutation(len(train))]
-        y = self.dataset.y[order]
-        found = [order[y == label][: self.common.reserve] for label in range(self.dataset.num_classes)]
-        self.reserved = torch.cat(found)
+        y, classes = self.dataset.y[order], self.dataset.num_classes
+        found = [order[y == label][: self.common.reserve] for label in range(classes)]
+        self.reserved = torch.cat(found) if classes else order[: self.common.reserve]
         if len(self.reserved) * 2 > len(train):
             raise DataError(
                 f"{len(self.reserved)} of {len(train)} training samples would be reserved for the server; "
@@ -214,7 +212,7 @@ class Partition:
                 raise DataError(
                     f"Client '{share.name}' of {self.dataset.name} has no training samples; use fewer clients."
                 )
-            own, middle = cut(share.train, self.common.valid) if share.valid is None else (share.train, share.valid)
+            own, middle = self._own_and_valid(share)
             train.append(own)
             held.append(middle)
         if self.common.kinds is not None and sorted(s.group for s in shares) != self.client_groups(len(shares)):
@@ -223,7 +221,7 @@ class Partition:
         groups = torch.tensor([share.group for share in shares])
         view = groups if len(self.views) > 1 else torch.zeros_like(groups)
         keys = name_keys(names)
-        return Federation(
+        made = Federation(
             name=self.dataset.name,
             x=self.dataset.x,
             y=self.dataset.y,
@@ -242,7 +240,18 @@ class Partition:
             reserved=self.reserved,
             reserved_view=self._reserved_views(),
             repeats=self.repeats,
+            class_names=self.dataset.class_names,
         ).validate()
+        return made.standardized() if self.dataset.standardize else made
+
+    def _own_and_valid(self, share: ClientShare) -> tuple[Tensor, Tensor]:
+        """The rows that a client trains on, and those for validation: by the dataset's own split, if it has one."""
+        if share.valid is not None:
+            return share.train, share.valid
+        if self.dataset.is_valid is None:
+            return cut(share.train, self.common.valid)
+        flags = torch.from_numpy(self.dataset.is_valid)[share.train]
+        return share.train[~flags], share.train[flags]
 
     def _tests(self, shares: list[ClientShare]) -> Split:
         """The test shards, by the setting `tests`; clients with the same test set share a shard."""
@@ -392,12 +401,13 @@ def split_rows(partition: Partition, rows: Tensor, members: int, rng: Rng) -> li
         if sum(sizes) <= len(rows):
             return list(order[: sum(sizes)].split(sizes))
         partition.repeats = True
-        return [_repeated(shuffled(rows, rng.at("client", i)), size) for i, size in enumerate(sizes)]
+        return packed(sizes, lambda i: _drawn(rows, sizes[i], rng.at("client", i)))
     if common.samples is not None:
         if common.samples * members <= len(rows):
             return list(order[: common.samples * members].split(common.samples))
         partition.repeats = True
-        return [_repeated(shuffled(rows, rng.at("client", i)), common.samples) for i in range(members)]
+        count = common.samples
+        return packed([count] * members, lambda i: _drawn(rows, count, rng.at("client", i)))
     if common.quantity is not None:
         return top_up(share_by_dirichlet([order], members, common.quantity, rng), least, rng)
     return list(torch.tensor_split(order, members))
@@ -451,17 +461,28 @@ def _by_label_vectors(partition: Partition, rows: Tensor, members: int, least: i
     kinds = [rows[y == label] for label in range(classes)]
     there = torch.tensor([len(kind) > 0 for kind in kinds])
     alpha = common.alpha / int(there.sum()) if common.sense == "total" else common.alpha
-    found = []
-    for client in range(members):
+
+    def share(client: int) -> Tensor:
         point = rng.at("client", client)
         vector = dirichlet(point.at("labels"), torch.full((classes,), alpha).where(there, torch.zeros(1)))
         sizes = round_shares(vector, counts[client])
-        own = [
-            _repeated(shuffled(k, point.at("class", i)), int(n))
-            for i, (k, n) in enumerate(zip(kinds, sizes, strict=True))
-        ]
-        found.append(shuffled(torch.cat(own), point.at("order")))
-    return found
+        own = [_drawn(k, int(n), point.at("class", i)) for i, (k, n) in enumerate(zip(kinds, sizes, strict=True))]
+        return shuffled(torch.cat(own), point.at("order"))
+
+    return packed(counts, share)
+
+
+def packed(sizes: list[int], share: Callable[[int], Tensor]) -> list[Tensor]:
+    """The rows of each client, `share(i)` with sizes[i] entries, in one piece of memory.
+
+    One small tensor per client, made between large ones, would leave memory full of holes that are never filled.
+    """
+    found = torch.empty(sum(sizes), dtype=torch.int64)
+    begin = 0
+    for client, size in enumerate(sizes):
+        found[begin : begin + size] = share(client)
+        begin += size
+    return list(found.split(sizes))
 
 
 def dirichlet(rng: Rng, alpha: Tensor) -> Tensor:
@@ -486,11 +507,10 @@ def unit_pixels(dataset: Dataset, part: str) -> Dataset:
     return replace(dataset, mean=0.0, std=255.0)
 
 
-def _repeated(rows: Tensor, count: int) -> Tensor:
-    """`count` rows, repeating from the start if there are too few."""
-    if count <= len(rows):
-        return rows[:count]
-    return rows[torch.arange(count) % len(rows)]
+def _drawn(rows: Tensor, count: int, rng: Rng) -> Tensor:
+    """The first `count` rows in random order, repeating from the start if there are too few."""
+    order = rng.permutation(len(rows), min(count, len(rows)))
+    return rows[order if count <= len(rows) else order[torch.arange(count) % len(rows)]]
 
 
 @dataclass(frozen=True)

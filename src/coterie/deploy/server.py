@@ -22,6 +22,7 @@ from coterie.data.federation import SPLITS, Federation
 from coterie.deploy.client import classes_of, loss_of, maker_of
 from coterie.engines.flower.engine import FlowerEngine, FlowerSettings
 from coterie.engines.flower.link import Link, Member, splits_of
+from coterie.engines.flower.site import one_client
 from coterie.errors import ConfigError, Interrupted
 from coterie.runs.execution import environment, finish
 from coterie.runs.experiment import resolve
@@ -79,14 +80,14 @@ def serve(grid: Any, config: dict[str, Any], site: Any) -> dict[str, Any]:
         federation = _federation(list(link.members.values()), site)
         task = Task.made(
             maker_of(site), experiment.schedule.seed, loss_of(site), classes_of(site), federation.input_shape,
-            experiment.work_of_run,
+            experiment.work_of_run, integers=True,  # only the sites know; a network with an embedding takes both
         )  # fmt: skip
         checkpoint, problems = folder.load_checkpoint()
         resumed = 0 if checkpoint is None else checkpoint.round
         past = {life: min(last, resumed) for life, last in kept["lives"].items()}  # later rounds are repeated
         engine = FlowerEngine(task, federation, link, settings, run=name, past=past)
         engine.notes += problems
-        engine.reserved = _reserved(site)
+        engine.reserved = _reserved(site, task)
         schedule = replace(experiment.schedule, checkpoint_every=0.0)  # sites keep the memory of only two rounds
         trainer = DeployedTrainer(experiment.algorithm, engine, federation, schedule, folder, observer=_log_round)
         trainer.lives = {**past, engine.life: schedule.rounds}
@@ -200,12 +201,13 @@ def _federation(members: list[Member], site: Any) -> Federation:
     )
 
 
-def _reserved(site: Any) -> Any:
+def _reserved(site: Any, task: Task) -> Any:
     """The server's own samples, for methods that need them: (x, y) from `reserved()` of task.py."""
     if not hasattr(site, "reserved"):
         return None
-    x, y = site.reserved()
-    return torch.as_tensor(x).float(), torch.as_tensor(y)
+    # As sites read their own samples, so that pixels are scaled alike.
+    x, y = one_client("reserved()", site.reserved(), task.num_classes, held_out=False).samples(0)
+    return x if task.integers else x.float(), y
 
 
 def _log_round(row: dict[str, Any]) -> None:

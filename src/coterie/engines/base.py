@@ -271,7 +271,8 @@ class Engine(abc.ABC):
     @functools.cached_property
     def forward(self) -> Forward:
         """Outputs of models on the server, for methods that compare predictions."""
-        return Forward(Network(self.task.module, self.dtype, self.device), self.task.input_shape)
+        network = Network(self.task.module, self.dtype, self.device)
+        return Forward(network, self.task.input_shape, integers=self.task.integers)
 
     def everyone(self) -> Tensor:
         """All client ids, [N]."""

@@ -26,8 +26,15 @@ class Forward:
     change them in place.
     """
 
-    def __init__(self, network: Network, input_shape: Sequence[int], *, stacked: bool | None = None) -> None:
-        self.network = network
+    def __init__(
+        self,
+        network: Network,
+        input_shape: Sequence[int],
+        *,
+        stacked: bool | None = None,
+        integers: bool = False,  # whether samples are integers, such as token ids
+    ) -> None:
+        self.network, self._integers = network, integers
         self._own = unfused()(torch.func.vmap(network, in_dims=(0, 0)))
         self._same = unfused()(torch.func.vmap(network, in_dims=(0, None)))
         self.differentiable = True  # whether outputs have a gradient with respect to the inputs
@@ -95,9 +102,10 @@ class Forward:
         start = network.initial.to(network.device, network.dtype)
         models = torch.stack([start, 0.9 * start])
         x = Rng.seed(0).normal(2, 3, *shape).to(network.device, network.dtype)
+        x = torch.zeros_like(x, dtype=torch.int64) if self._integers else x
 
         def run(forward: Outputs) -> list[Tensor]:
-            leaf = x.clone().requires_grad_()
+            leaf = x.clone().requires_grad_(not self._integers)
             with torch.enable_grad():
                 outputs = forward(models, leaf)
             if not outputs.requires_grad:

@@ -32,15 +32,18 @@ _SMALL_STEP = 30_000_000  # multiplications of a batch in the forward pass; a wh
 
 
 @contextlib.contextmanager
-def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
-    """Compute float32 products in this precision; restores the previous state of torch."""
+def arithmetic(precision: str, device: torch.device, tuned: bool = True) -> Iterator[None]:
+    """Compute float32 products in this precision; restores the previous state of torch.
+
+    With `tuned`, cuDNN measures its algorithms for every new shape of a convolution.
+    """
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
             allow = precision != "float32"
             before = torch.backends.cuda.matmul.allow_tf32
             stack.callback(setattr, torch.backends.cuda.matmul, "allow_tf32", before)
             torch.backends.cuda.matmul.allow_tf32 = allow
-            stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=allow))
+            stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=tuned, allow_tf32=allow))
         if device.type == "cuda" or precision == "bf16":
             stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"))
         yield
@@ -101,10 +104,12 @@ class InProcessEngine(Engine):
         self.settings, self.federation = chosen, federation
         self.network = Network(task.module, self.dtype, self.device)
         check_network(self.network, task, federation)
-        self.data = DeviceData(federation, self.device, self.dtype, self._may_render())
+        self.data = DeviceData(federation, self.device, self.dtype, self._may_render(), task.integers)
         self._memory: dict[str, Tensor] = {}  # what the clients remember
         self._itemsize = self.dtype.itemsize
-        sample = federation.samples(0)[0][:1].to(self.device, self.dtype)
+        # Some algorithms for depthwise convolutions are so slow that measuring them takes half a minute.
+        self._tuned = all(getattr(layer, "groups", 1) == 1 for layer in self.network.module.modules())
+        sample = self.network.inputs(federation.samples(0)[0][:1])
         self._activations = self.network.activation_size(sample)
         self._multiplications = self.network.multiplications(sample)
         # Evaluation keeps only a few layers alive at a time; half of the budget is left for the models.
@@ -114,7 +119,7 @@ class InProcessEngine(Engine):
         self.plan = self.make_plan()
         if federation.reserved is not None:
             x, y = federation.reserved_samples()
-            self.reserved = (x.to(self.device, self.dtype), y.to(self.device))
+            self.reserved = (self.network.inputs(x), y.to(self.device))
 
     def begin(self, round: int, phase: Phase) -> None:
         """See `Engine.begin`; clients that drift take their views of this round."""
@@ -132,7 +137,7 @@ class InProcessEngine(Engine):
 
     def precision(self) -> AbstractContextManager[None]:
         """A context that computes in the precision of the settings."""
-        return arithmetic(self.settings.precision, self.device)
+        return arithmetic(self.settings.precision, self.device, self._tuned)
 
     def block_of(self, clients: Tensor, plan: Plan, rng: Rng | None = None, memory: Memory | None = None) -> Block:
         """These clients as a block under a plan; their memory is this engine's unless given."""

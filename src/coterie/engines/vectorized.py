@@ -40,7 +40,7 @@ _CACHE_BYTES = 4 << 20  # of a stack on a CPU, so that it stays in the cache
 _HEAP_BYTES = 24 << 20  # models of a chunk on a CPU: beyond 32 MB the C library takes fresh pages for each tensor
 _LARGEST_PIECE = 32
 _STREAMS = 16  # for the convolutions of different clients on a GPU
-_LOOPS = 4  # clients of `loop+graph`, each on its own stream
+_LOOPS = 8  # clients of `loop+graph`, each on its own stream
 _BESIDE = 64  # clients of `streams+graph`: each has its own launches
 
 
@@ -92,7 +92,8 @@ class VectorizedEngine(InProcessEngine):
         reason = self._why_not_stacked()
         if reason is None:
             how = Convolutions(grouped=cuda, low=cuda and self.settings.precision == "bf16", patches=cuda)
-            layers = LayerKernel.of(network, loss, how)
+            # The hand-written plans read classes; soft labels are rows of numbers.
+            layers = LayerKernel.of(network, loss, how) if self.task.num_classes else None
             if layers is not None and not self.task.work.is_plain:
                 layers, self._skips_layers = None, True
             native = self._native() if layers is not None and not cuda else None
@@ -185,7 +186,7 @@ class VectorizedEngine(InProcessEngine):
         layout, dtype = self.task.layout, network.dtype
         x, y = self.federation.samples(0)
         take = torch.arange(6) % len(x)
-        x, y = x.to(dtype)[take].reshape(2, 3, *x.shape[1:]), y[take].reshape(2, 3, *y.shape[1:])
+        x, y = network.inputs(x[take]).reshape(2, 3, *x.shape[1:]), y[take].reshape(2, 3, *y.shape[1:])
         y = y.to(dtype) if y.is_floating_point() else y
         mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=dtype)
         keys = torch.tensor([11, 12])

@@ -168,6 +168,7 @@ class Algorithm(abc.ABC, Generic[S]):
     state_type: ClassVar[type[ClusterState]] = ClusterState
     finds_clusters: ClassVar[bool] = False  # whether the number of clusters is a result
     needs_validation: ClassVar[bool] = False  # whether clients compare models on validation samples
+    needs_classes: ClassVar[bool] = False  # whether it works by classes, and so not for regression
 
     @abc.abstractmethod
     def start(self, task: Task, engine: Engine, rng: Rng) -> S:

@@ -51,6 +51,7 @@ from coterie.methods.parts.kinds import CLEAR, SURE, WORTH, Halves, Kinds, Limit
 from coterie.methods.parts.personal import (
     NUM_MIXES,
     as_told,
+    balance_of,
     choose_mix,
     compare_mixes,
     finish_own,
@@ -91,6 +92,7 @@ def train_member(
     work: SGD,
     shares: Tensor | None = None,
     curve: Tensor | None = None,
+    balance: Tensor | None = None,
     watch: Tensor | None = None,
     sign: Tensor | None = None,
     finish: Tensor | None = None,
@@ -109,7 +111,7 @@ def train_member(
             found["alarm"] = has_risen(block, losses[:, 0]) | is_strange(losses[:, 0], curve[:, 0])
     else:
         found |= watched(block, models, watch)
-    trained = train_balanced(block, models, work, shares)
+    trained = train_balanced(block, models, work, shares, balance)
     if finish is not None and shares is not None and curve is not None:
         finish_own(block, models, lengthened(work, float(finish)), shares, curve)
     if sign is not None:  # at the same coarse model as clients that sign later
@@ -125,11 +127,11 @@ def is_strange(loss: Tensor, usual: Tensor) -> Tensor:
 
 
 @client_step("coterie.coterie:try_member")
-def try_member(block: Block, models: Models, work: SGD, shares: Tensor, curve: Tensor) -> Answer:
+def try_member(block: Block, models: Models, work: SGD, shares: Tensor, curve: Tensor, balance: Tensor) -> Answer:
     """As `train_member`, with a second model: tell how it would do in place of the center, on held-out samples."""
     tried = Models(models.table, models.refs[:, 1])
     losses, _ = compare_mixes(block, tried, shares)
-    found = train_member(block, Models(models.table, models.refs[:, 0]), work, shares, curve)
+    found = train_member(block, Models(models.table, models.refs[:, 0]), work, shares, curve, balance)
     return Answer(**found, tried=as_told(losses).to(models.table.dtype))
 
 
@@ -294,7 +296,7 @@ class Coterie(SignedMethod[CoterieState]):
         finishing = self._finishing(state, engine)[state.labels[others]]
         for group, more in ((others[~finishing], {}), (others[finishing], {"finish": self._rounds_to_finish(engine)})):
             labels = state.labels[group]
-            each = _told(state, labels)
+            each = _told(state, labels) | {"balance": _balance(state, labels)}
             if not self._mixes_now(engine):
                 del each["curve"]
             if len(group):
@@ -312,13 +314,13 @@ class Coterie(SignedMethod[CoterieState]):
             table = torch.cat([state.centers, state.trials])
             labels = state.labels[some]
             refs = torch.stack([labels, state.num_clusters + state.tried[some]], dim=1)
-            each = _told(state, labels)
+            each = _told(state, labels) | {"balance": _balance(state, labels)}
             yield from engine.call(try_member, some, models=table, refs=refs, each=each, work=work, rng=rng)
 
     def _mixes_now(self, engine: Engine) -> bool:
         """Whether clients compare mixes in this round: in some, which saves time, and in the last."""
         is_last = engine.round == engine.task.work.total_rounds
-        return self.serve == "own" and (engine.round % _COMPARE == 0 or is_last or engine.participation < 1)
+        return engine.round % _COMPARE == 0 or engine.participation < 1 or (is_last and self.serve == "own")
 
     def _finishing(self, state: CoterieState, engine: Engine) -> Tensor:
         """The clusters whose members finish their own models in this round, bool [K].
@@ -410,6 +412,11 @@ def _told(state: CoterieState, labels: Tensor) -> dict[str, Tensor]:
     there = labels.clamp_min(0).to(state.centers.device)
     known = (labels >= 0).to(state.shares).unsqueeze(1)
     return {"shares": state.shares[there] * known, "curve": state.curves[there]}
+
+
+def _balance(state: CoterieState, labels: Tensor) -> Tensor:
+    """How far members of these clusters [n] take their label proportions out of training, [n]."""
+    return balance_of(state.curves[labels.clamp_min(0).to(state.centers.device), 0], state.shares.shape[1])
 
 
 def _with_signatures(state: CoterieState, chunk: Chunk) -> CoterieState:

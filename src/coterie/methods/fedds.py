@@ -44,6 +44,7 @@ class FedDS(CenterMethod[CenterState]):
 
     key: ClassVar[str] = "fedds"
     paper: ClassVar[str] = "Li et al. 2023"
+    needs_classes: ClassVar[bool] = True
 
     weighting: Literal["equal", "samples"] = setting("samples", "weight of a client in its cluster's mean")
     kl: Literal["client", "center"] = setting("client", "KL(client || center) as in the paper, or the reverse")

@@ -158,6 +158,7 @@ class Flux(ClusterOnce[FluxState]):
 
     key: ClassVar[str] = "flux"
     paper: ClassVar[str] = "FLUX, NeurIPS 2025 (arXiv 2511.22305)"
+    needs_classes: ClassVar[bool] = True
     state_type: ClassVar[type[ClusterState]] = FluxState
     finds_clusters: ClassVar[bool] = True
 
@@ -169,8 +170,6 @@ class Flux(ClusterOnce[FluxState]):
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> FluxState:
         """One cluster."""
-        if not task.num_classes:
-            raise ConfigError("FLUX describes clients by their classes; it cannot be used for regression.")
         return FluxState.common_start(engine, num_clusters=1)
 
     def round(self, state: FluxState, engine: Engine, cohort: Tensor, rng: Rng) -> FluxState:

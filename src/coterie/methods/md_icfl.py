@@ -34,7 +34,6 @@ from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.pictures import is_picture, to_shades
 from coterie.engines.base import Chunk, Engine
-from coterie.errors import ConfigError
 from coterie.methods.base import Personal, register
 from coterie.methods.parts.averaging import add_answers
 from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate, watched
@@ -97,6 +96,7 @@ class MDICFL(CenterMethod[MDICFLState]):
 
     key: ClassVar[str] = "md_icfl"
     paper: ClassVar[str] = "Zhang et al. 2024"
+    needs_classes: ClassVar[bool] = True
     state_type: ClassVar[type[CenterState]] = MDICFLState
 
     weighting: Literal["equal", "samples"] = setting(
@@ -142,8 +142,6 @@ class MDICFL(CenterMethod[MDICFLState]):
 
     def pseudo(self, state: MDICFLState, engine: Engine, rng: Rng) -> tuple[Tensor, Tensor]:
         """Pseudo data of every center [K, L, M, ...], and its own predictions on them [K, L, M, L]."""
-        if not engine.task.num_classes:
-            raise ConfigError("MD-ICFL generates pseudo data of classes; these data have none.")
         x = self.pseudo_data(state, engine, rng, self.pseudo_samples)
         return x, probabilities(engine.forward, state.centers, x)
 

@@ -54,7 +54,7 @@ def subspaces(block: Block, models: Models | None, work: SGD, vectors: Tensor) -
         samples = x.flatten(1).double()
         parts = [samples[y == label] for label in range(classes)] if classes else [samples]
         found.append(torch.stack([basis(part, count) for part in parts]))
-    return Answer(bases=torch.stack(found).to(x.dtype))
+    return Answer(bases=torch.stack(found).to(block.initial.dtype))
 
 
 def basis(samples: Tensor, count: int) -> Tensor:

@@ -174,9 +174,14 @@ class Network:
             raise ModelError(f"The network must return one tensor. Got {type(outputs).__name__} instead.")
         return outputs
 
+    def inputs(self, x: Tensor) -> Tensor:
+        """Samples as the network takes them: integers stay integers if it has an embedding."""
+        keep = takes_integers(self.module) and not x.is_floating_point()
+        return x.to(self.device, x.dtype if keep else self.dtype)
+
     def detect_keyed(self, x: Tensor) -> None:
         """Detect a network that draws its own random numbers (functional dropout): torch's generator advances."""
-        x = x[:2].to(self.device, self.dtype)
+        x = self.inputs(x[:2])
         key = torch.zeros((), dtype=torch.int64, device=self.device)
         cuda = self.device.type == "cuda"
 
@@ -223,6 +228,11 @@ class Network:
             for handle in handles:
                 handle.remove()
         return found
+
+
+def takes_integers(module: nn.Module) -> bool:
+    """Whether a network takes integers, such as token ids, as they are: it has an embedding. Others get floats."""
+    return any(isinstance(layer, nn.Embedding | nn.EmbeddingBag) for layer in module.modules())
 
 
 def flatten(module: nn.Module) -> Tensor:

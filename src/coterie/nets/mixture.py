@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.errors import ModelError
-from coterie.nets.flat import Layout, state_dict
+from coterie.nets.flat import Layout, state_dict, takes_integers
 
 
 class MixtureModel(nn.Module):
@@ -89,6 +89,7 @@ def _add_bias(module: nn.Module, bias: Tensor, input_shape: tuple[int, ...]) -> 
     module.eval()
     with torch.no_grad():
         x = torch.linspace(-1, 1, 2 * torch.Size(input_shape).numel(), dtype=last.dtype).reshape(2, *input_shape)
+        x = torch.zeros_like(x, dtype=torch.int64) if takes_integers(module) else x
         wanted = module(x) + bias
         last.add_(bias)
         if torch.allclose(module(x), wanted, atol=1e-4):

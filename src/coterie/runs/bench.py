@@ -53,6 +53,7 @@ CPU_WORKLOADS = {
     "lenet": Workload("lenet", (1, 28, 28), 20, 6, 60, 30),
     "leaf-cnn": Workload("leaf-cnn", (1, 28, 28), 20, 6, 6, 6),
     "resnet18": Workload("resnet18", (3, 32, 32), 20, 4, 2, 2),
+    "mobilenetv2": Workload("mobilenetv2", (3, 32, 32), 20, 4, 2, 2),
 }
 GPU_WORKLOADS = {
     "mclr": Workload("mclr", (1, 28, 28), 50, 20, 1000, 20),
@@ -60,6 +61,7 @@ GPU_WORKLOADS = {
     "lenet": Workload("lenet", (1, 28, 28), 50, 10, 200, 10),
     "leaf-cnn": Workload("leaf-cnn", (1, 28, 28), 32, 10, 50, 10),
     "resnet18": Workload("resnet18", (3, 32, 32), 50, 5, 16, 4),
+    "mobilenetv2": Workload("mobilenetv2", (3, 32, 32), 50, 5, 16, 4),
 }
 
 

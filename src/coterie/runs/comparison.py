@@ -124,6 +124,7 @@ def record_of(outcome: Outcome) -> Row:
     return {
         **head,
         **{f"accuracy_{part}": at("accuracy", part) for part in ("macro", "micro", "bottom5", "worst_decile")},
+        **{score: at(score, "macro") for score in ("loss", "r2")},
         "ari": at("ari"),
         "start_ari": at("start_ari"),
         "clusters": at("clusters"),

@@ -16,6 +16,7 @@ from coterie.data.federation import Federation
 from coterie.engines import make_engine
 from coterie.engines.base import Engine
 from coterie.errors import CheckpointError, Interrupted, RunError, StorageError
+from coterie.runs.divergence import large_features
 from coterie.runs.experiment import Experiment, resolve
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Trainer, attack_of
@@ -75,6 +76,8 @@ def _train(
     engine = make_engine(experiment.engine, experiment.task(), federation, experiment.device, engine_settings)
     if chosen:
         engine.remember(plan)
+    if (note := large_features(federation)) is not None:
+        engine.notes.append(note)
     observers = Several([observer])
     trainer = Trainer(experiment.algorithm, engine, federation, schedule, folder, observers, should_stop)
     if folder is not None:
@@ -102,6 +105,7 @@ def _train(
             "algorithm": experiment.algorithm_name,
             "dataset": experiment.dataset,
             "model": experiment.model_name,
+            "inputs": everyone.scaling,
         }
         result.summary = finish(trainer, head, folder, experiment.engine, digest, newcomers)
     except BaseException:

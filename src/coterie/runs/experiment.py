@@ -74,7 +74,7 @@ class Experiment:
         outputs = data.num_classes or (1 if data.y.dim() == 1 else int(data.y[0].numel()))
         make = ModelMaker(self.model, self.model_settings, data.input_shape, outputs, self.schedule.initial)
         seed, loss = self.schedule.seed, find_loss(self.loss)
-        return Task.made(make, seed, loss, data.num_classes, data.input_shape, self.work_of_run)
+        return Task.made(make, seed, loss, data.num_classes, data.input_shape, self.work_of_run, data.has_integers)
 
     @property
     def work_of_run(self) -> SGD:
@@ -133,8 +133,9 @@ def resolve(tables: Tables) -> Experiment:
     notes: list[str] = []
     name = run.algorithm
     algorithm_class = find_algorithm(name)
-    preset = find_preset(run.dataset)
-    _, schedule = build_run({**preset.run, **tables["run"]})
+    preset = find_preset(run.dataset, tables["dataset"])
+    source = source_class(preset.source)
+    _, schedule = build_run({"keep_pictures": source.is_public, **preset.run, **tables["run"]})
     model = preset.model if run.model is None else run.model
     if run.loss not in LOSSES and ":" not in run.loss:
         raise UnknownName("loss", run.loss, LOSSES)
@@ -159,7 +160,7 @@ def resolve(tables: Tables) -> Experiment:
         dataset=preset.name,
         clients=preset.clients if run.clients is None else run.clients,
         scenario=Scenario.named(scenario_name, scenario_values),
-        source=build(source_class(preset.source), {**preset.source_settings, **tables["dataset"]}, "dataset"),
+        source=build(source, {**preset.source_settings, **tables["dataset"]}, "dataset"),
         model=model,
         model_settings=settings,
         loss=run.loss,

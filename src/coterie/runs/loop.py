@@ -25,6 +25,7 @@ from coterie.engines.base import Engine, Failure, Request
 from coterie.errors import ConfigError, Interrupted, RunError
 from coterie.methods.base import Algorithm, Personal
 from coterie.randomness import Rng
+from coterie.runs.divergence import divergence, loss_of_guessing
 from coterie.runs.exhibits import Arrays, Sketches, listening, member_pictures
 from coterie.runs.folder import Checkpoint, RunFolder
 from coterie.runs.metrics import METRICS, cluster_sizes, measured, of_clusters, of_scores, quantiles, summarized
@@ -82,6 +83,11 @@ class Trainer:
                 f"{type(algorithm).__name__} needs validation samples, and no client has any. "
                 "Hold some out with --set scenario.valid=0.1."
             )
+        if algorithm.needs_classes and not engine.task.num_classes:
+            raise ConfigError(
+                f"{algorithm.key} works by classes, and the targets of {federation.name} are numbers; "
+                "use another method, such as coterie, fesem or ifca."
+            )
         self.algorithm, self.engine, self.federation = algorithm, engine, federation
         self.schedule, self.folder = schedule, folder
         self.progress = Progress()
@@ -93,6 +99,7 @@ class Trainer:
         self._saved_at = self._shown_at = time.monotonic()
         self._show_took = 0.0
         self.sketches = Sketches(engine)
+        self._guessing = loss_of_guessing(engine.task, federation)
         self._set_attack()
         engine.participation = schedule.participation
         engine.dropout, engine.dropout_rng = schedule.dropout, Rng.seed(schedule.seed).at("dropout")
@@ -276,6 +283,7 @@ class Trainer:
             **summarized(rows, self._known_clusters(labels)),
             **self._movement(),
             "cluster_sizes": cluster_sizes(labels, self.state.num_clusters),
+            "diverged": divergence(rows, self.engine.failures, self._guessing, self.federation),
             "repairs": list(self.state.repairs),
             "decisions": list(self.state.decisions),
             "failures": len(self.engine.failures),

@@ -6,11 +6,11 @@
 
 The names of its parameters say what it is computed from:
 
-    accuracy, f1, loss, samples   scores and number of test samples of the clients that have test samples [n]
-    clusters                      clusters of these clients [n]; -1: not seen
-    labels, groups                clusters and true groups of the clients seen so far [m]
-    before, after                 clusters of all clients before and after the round [N]; -1: not seen
-    rows                          rows of all rounds: a metric of the whole run, for the summary
+    accuracy, f1, loss, r2, samples   scores and number of test samples of the clients that have test samples [n]
+    clusters                          clusters of these clients [n]; -1: not seen
+    labels, groups                    clusters and true groups of the clients seen so far [m]
+    before, after                     clusters of all clients before and after the round [N]; -1: not seen
+    rows                              rows of all rounds: a metric of the whole run, for the summary
 
 If one of them is unknown (a regression has no accuracy, data may have no true groups), the metric is None.
 "micro" weighs clients by their test samples, "macro" is the plain mean over clients.
@@ -38,7 +38,7 @@ Where = Literal["summary", "table", "terminal", "wide", "headline", "compare", "
 BEST_ROUNDS = 5
 BOTTOM_CLIENTS = 5
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
-SCORES = ("accuracy", "f1", "loss")  # of a client
+SCORES = ("accuracy", "f1", "loss", "r2")  # of a client
 _OF_SCORES = (*SCORES, "samples", "clusters")
 _KNOWN = (*_OF_SCORES, "labels", "groups", "before", "after", "rows")
 _FACTS = (
@@ -270,6 +270,9 @@ _WIDE: tuple[Where, ...] = ("summary", "table", "wide", "headline", "compare", "
 _register_means("f1", "F1", "mean over clients, macro over their classes", _WIDE, format=PERCENT)
 _NOT_PRINTED: tuple[Where, ...] = ("summary", "table", "headline", "compare", "curves")
 _register_means("loss", "loss", "mean over clients", _NOT_PRINTED, format=Format(1, 4), better="low")
+_register_means(
+    "r2", "R2", "mean over clients: 1 exact, 0 as good as a client's mean target", _NOT_PRINTED, format=Format(1, 4)
+)
 
 
 # ---- agreement with the true groups, and churn ----

@@ -55,6 +55,12 @@ def like_the_run(new: Federation, run: Federation) -> Federation:
     if is_other or new.num_classes > run.num_classes:
         way_out = "" if is_other else f" Labels must be less than {run.num_classes}."
         raise DataError(f"{new.name} has {targets[0]}, but the run was trained on {targets[1]}.{way_out}")
+    if new.class_names != run.class_names and new.class_names and run.class_names:
+        unknown = [name for name in new.class_names if name not in run.class_names]
+        if unknown:
+            raise DataError(f"{new.name} has the class '{unknown[0]}', which the run was not trained on.")
+        numbers = torch.tensor([run.class_names.index(name) for name in new.class_names])
+        new = replace(new, y=numbers[new.y], class_names=run.class_names)
     # A few clients need not have every class. Raw values of the same type are scaled as those of the run.
     scaled = run if new.x.dtype == run.x.dtype else new
     return replace(new, num_classes=run.num_classes, mean=scaled.mean, std=scaled.std)
@@ -98,27 +104,33 @@ class Newcomers:
         return right / max(1, len(self.labels))
 
     def summary(self) -> dict[str, Any]:
-        """Their number, accuracy and agreement, for the summary of the run."""
+        """Their number, scores and agreement, for the summary of the run; loss and R2 where there are no classes."""
         known = of_scores(self.scores)
-        means = {part: METRICS[key].value(known) for part, key in (("micro", "accuracy_micro"), ("macro", "accuracy"))}
-        accuracy = None if known["accuracy"] is None else means
+
+        def means(score: str) -> dict[str, float | None] | None:
+            parts = (("micro", f"{score}_micro"), ("macro", score))
+            return None if known[score] is None else {part: METRICS[key].value(known) for part, key in parts}
+
+        accuracy = means("accuracy")
         return {
             "clients": len(self.federation),
             "accuracy": accuracy,
+            **({"loss": means("loss"), "r2": means("r2")} if accuracy is None else {}),
             "ari": self.ari,
             "right_kind": self.right_kind,
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Name, cluster, true group and accuracy of each; None if unknown."""
+        """Name, cluster, true group and accuracy (without classes R2) of each; None if unknown."""
         groups = self.federation.groups
-        has_scores = (self.scores["samples"] > 0) & np.array("accuracy" in self.scores)
+        score = "r2" if "r2" in self.scores else "accuracy"
+        has_scores = (self.scores["samples"] > 0) & np.array(score in self.scores)
         return [
             {
                 "name": name,
                 "cluster": None if int(self.labels[i]) < 0 else int(self.labels[i]),
                 "group": None if groups is None else int(groups[i]),
-                "accuracy": float(self.scores["accuracy"][i]) if has_scores[i] else None,
+                score: float(self.scores[score][i]) if has_scores[i] else None,
             }
             for i, name in enumerate(self.federation.names)
         ]

@@ -148,8 +148,10 @@ class Result:
         raise ConfigError(f"frame(of=...) takes 'rounds' or 'clients'. Got {of!r} instead.")
 
     def __repr__(self) -> str:
-        accuracy = self.summary["accuracy"]
-        score = f"accuracy {accuracy['macro']:.4f}" if accuracy else "no classes"
+        accuracy, loss = self.summary["accuracy"], self.summary["loss"]
+        score = (
+            f"accuracy {accuracy['macro']:.4f}" if accuracy else f"loss {loss['macro']:.4f}" if loss else "no scores"
+        )
         return f"<Result of {self.summary['algorithm']} on {self.summary['dataset']}: {score}>"
 
 

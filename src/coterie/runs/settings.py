@@ -33,7 +33,11 @@ class RunSettings:
     table: ClassVar[str] = "run"
 
     algorithm: str = setting("coterie", "method; see 'coterie list algorithms'", flag="--algorithm -a")
-    dataset: str = setting("rotated-digits", "named dataset, or path to your own .npz file", flag="--dataset -d")
+    dataset: str = setting(
+        "rotated-digits",
+        "named dataset, or path of your own data: .npz, .npy, .csv, .parquet, or a folder of pictures",
+        flag="--dataset -d",
+    )
     scenario: str | None = setting(None, "how the data is partitioned", flag=True, default_is=_OWN)
     clients: int | None = setting(None, "number of clients", ge=1, flag=True, default_is=_OWN)
     model: str | None = setting(None, "named network, or module:callable", flag=True, default_is=_OWN)
@@ -85,7 +89,12 @@ class Schedule:
     attack: AttackKind = setting("none", "simulated attack", flag=True)
     attackers: float = setting(0.2, "fraction of the clients that attack", ge=0, lt=1, flag=True)
     corrupt: float = setting(0.0, "simulated fraction of answers that arrive as NaN", ge=0, lt=1, flag=True)
-    keep_pictures: bool = setting(True, "keep a few sample images of each cluster in the run folder", flag=True)
+    keep_pictures: bool = setting(
+        False,
+        "keep a few training images of each cluster in the run folder",
+        flag=True,
+        default_is="only those of coterie's named datasets",
+    )
 
 
 def build_run(values: Mapping[str, Any]) -> tuple[RunSettings, Schedule]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coterie.data.dataset import find_preset
+from coterie.data.dataset import Preset, find_preset
 from coterie.data.scenario import scenario_fields
 from coterie.errors import ConfigError, UnknownName
 from coterie.methods.base import algorithms, find_algorithm
@@ -55,7 +55,7 @@ class Situation:
         Fields of [scenario] that this scenario does not have are left out.
         """
         merged = merge(base, {**self.tables, "algorithm": {}})
-        preset = find_preset(merged["run"].get("dataset", RunSettings.dataset))
+        preset = _preset(merged)
         known = self.scenario_fields(base)
         # The dataset's own samples per client, for example, stay where another scenario is chosen.
         common = {**preset.scenario_settings, **base.get("scenario", {})}
@@ -64,9 +64,8 @@ class Situation:
 
     def scenario_fields(self, base: Tables) -> set[str]:
         """The fields of the scenario under this situation."""
-        run = merge(base, self.tables)["run"]
-        preset = find_preset(run.get("dataset", RunSettings.dataset))
-        return scenario_fields(run.get("scenario") or preset.scenario)
+        merged = merge(base, self.tables)
+        return scenario_fields(merged["run"].get("scenario") or _preset(merged).scenario)
 
     def algorithm_fields(self, method: str) -> dict[str, Any]:
         """The settings of [algorithm] for a method: those that it has. A method that finds K itself is not told K."""
@@ -75,6 +74,11 @@ class Situation:
         if "num_clusters" in found and known["num_clusters"].default == AUTO:
             found.pop("num_clusters")
         return found
+
+
+def _preset(tables: Tables) -> Preset:
+    """The dataset of these settings."""
+    return find_preset(tables.get("run", {}).get("dataset", RunSettings.dataset), tables.get("dataset"))
 
 
 def default_situations(rounds: int, tests: str = "like") -> list[Situation]:
@@ -126,8 +130,7 @@ def find_situations(text: str, base: Tables) -> list[Situation]:
     if text not in (DEFAULT, KIND):
         return read_situations(Path(text))
     run = base.get("run", {})
-    preset = find_preset(run.get("dataset", RunSettings.dataset))
-    rounds = {"rounds": Schedule.rounds, **preset.run, **run}["rounds"]
+    rounds = {"rounds": Schedule.rounds, **_preset(base).run, **run}["rounds"]
     return default_situations(rounds, "like" if text == DEFAULT else "kind")
 
 

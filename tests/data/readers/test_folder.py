@@ -71,7 +71,7 @@ def test_grey_and_size(folder):
         ("file,label\n", "lists no images"),
         ("file,label\na.png\n", "empty column 'label' in row 2"),
         ("file,label,user\na.png,1,\n", "empty column 'user' in row 2"),
-        ("file,label,is_train\na.png,1,maybe\n", "'maybe' in column 'is_train'"),
+        ("file,label,is_train\na.png,1,maybe\n", "has 'maybe' in its column of splits"),
         ("file,label\nz.png,1\n", "There is no image"),
         ("file,label\n../z.png,1\n", "use files in the csv's folder"),
         ("file,label\n/etc/passwd,1\n", "use files in the csv's folder"),
@@ -85,7 +85,7 @@ def test_wrong_tables_are_refused(folder, text, message):
 
 
 def test_wrong_files_are_refused(folder):
-    with pytest.raises(DataError, match="has 0 csv files"):
+    with pytest.raises(DataError, match="has images in folders of different depths"):
         read_folder(folder)
     with pytest.raises(DataError, match="There is no csv file"):
         read_folder(folder / "nothing.csv")

@@ -23,6 +23,7 @@ from coterie.methods.parts.personal import (
     SHARES,
     SHIFTS,
     as_told,
+    balance_of,
     choose_mix,
     compare_mixes,
     finish_own,
@@ -510,8 +511,9 @@ def test_balanced_training_is_training_with_shifted_outputs():
     block = block_of(uneven(), torch.arange(4))
     shares = torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64).expand(4, 3)
     start, work = models_of(block), SGD(lr=0.1, epochs=1, batch_size="full")
-    centers = train_balanced(block, sent(start), work, shares)
-    own, shift = block.memory.get(OWN_MODEL, start), label_shift(block, shares)
+    balance = torch.tensor([1.0, 0.5, 0.25, 0.0], dtype=torch.float64)
+    centers = train_balanced(block, sent(start), work, shares, balance)
+    own, shift = block.memory.get(OWN_MODEL, start), balance.unsqueeze(1) * label_shift(block, shares)
     assert bool((shift.abs() > 0.1).any())
     for i, (x, y) in enumerate(block.shards()):
         params = start[i].clone().requires_grad_()
@@ -520,6 +522,13 @@ def test_balanced_training_is_training_with_shifted_outputs():
         (gradient,) = torch.autograd.grad(loss, params)
         torch.testing.assert_close(centers[i], start[i] - 0.1 * gradient)
         torch.testing.assert_close(outputs_by_hand(own[i], x), outputs_by_hand(centers[i], x) + shift[i])
+
+
+def test_label_proportions_count_in_training_as_far_as_a_center_guesses():
+    blind = float(torch.tensor(10.0).log())
+    losses = torch.tensor([0.0, 2 * blind, blind, blind / 2, blind / 10])  # 0: unknown
+    torch.testing.assert_close(balance_of(losses, 10), torch.tensor([1.0, 1.0, 1.0, 0.25, 0.01]))
+    assert balance_of(losses, 0).shape == losses.shape  # a regression has no classes
 
 
 def test_clients_with_the_usual_proportions_train_as_always():

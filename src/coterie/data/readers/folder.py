@@ -1,6 +1,8 @@
-"""Image folders with a csv: columns `file` and `label`, and optionally `user`, `group`, `is_train`.
+"""Image folders: with a csv, or with a folder for each class.
 
-File names are relative to the csv's folder. Labels are numbers or words.
+A csv has the columns `file` and `label`, and optionally `user`, `group` and `is_train` or `split`; file names are
+relative to its folder. Without a csv, the folders are class/, user/class/, or train/class/ beside test/class/. Labels
+are numbers or words.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.data.columns import as_splits
 from coterie.data.readers._files import indexed, invalid, must_exist
 from coterie.data.readers._images import Size, pillow, read_image
 from coterie.errors import ConfigError, DataError
 
-_FLAGS = {**dict.fromkeys(("1", "true", "yes", "train"), True), **dict.fromkeys(("0", "false", "no", "test"), False)}
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
+_SPLITS = ("train", "valid", "validation", "val", "test")
 _MOST_CLASSES = 100_000  # larger numbers are ids: the network would need that many outputs
-_COLUMNS = ("file", "label", "user", "group", "is_train")
+_COLUMNS = ("file", "label", "user", "group", "is_train", "split")
 
 
 class Images(NamedTuple):
@@ -32,33 +36,51 @@ class Images(NamedTuple):
     group: NDArray[np.int64] | None  # [S] index into group_names
     group_names: tuple[str, ...]
     is_train: NDArray[np.bool_] | None  # [S]
+    is_valid: NDArray[np.bool_] | None = None  # [S]
 
 
 def read_folder(path: Path, *, size: Size | None = None, channels: int | None = None) -> Images:
-    """The images of a csv, or of the only csv in a folder.
+    """The images of a csv, or of a folder.
 
     `size` (height, width) resizes all images; without it they must have the same size. `channels` is 1 (grey) or
     3 (colour), by default as in the first image.
     """
     if channels not in (None, 1, 3):
         raise ConfigError(f"channels must be 1 (grey) or 3 (colour). Got {channels!r} instead.")
-    table = _only_csv(path)
-    rows = _rows(table)
-    x = _load(table, [row["file"] for row in rows], size, channels)
-    y, class_names = _classes([row["label"] for row in rows], table)
+    rows = image_list(path)
+    x = _load(path, [row["file"] for row in rows], size, channels)
+    y, class_names = _classes([row["label"] for row in rows], path)
     user, user_names = _optional(rows, "user")
     group, group_names = _optional(rows, "group")
-    is_train = _flags(rows, table) if "is_train" in rows[0] else None
-    return Images(x, y, class_names, user, user_names, group, group_names, is_train)
+    column = next((name for name in ("split", "is_train") if name in rows[0]), None)
+    flags = (None, None) if column is None else as_splits(np.array([row[column] for row in rows]), str(path))
+    return Images(x, y, class_names, user, user_names, group, group_names, *flags)
 
 
-def _only_csv(path: Path) -> Path:
+def image_list(path: Path) -> list[dict[str, str]]:
+    """The images of a csv or a folder: file (relative to the folder), label, and the other columns. None is opened."""
     if not path.is_dir():
-        return must_exist(path, "csv file")
+        return _rows(must_exist(path, "csv file"))
     found = sorted(path.glob("*.csv"))
-    if len(found) != 1:
+    if not found:
+        return _in_folders(path)
+    if len(found) > 1:
         raise DataError(f"{path} has {len(found)} csv files; give the path of one with the columns file and label.")
-    return found[0]
+    return _rows(found[0])
+
+
+def _in_folders(root: Path) -> list[dict[str, str]]:
+    """The images below a folder, in order of their names: class/, user/class/ or split/class/."""
+    files = sorted(path.relative_to(root) for path in root.rglob("*") if path.suffix.lower() in _SUFFIXES)
+    files = [file for file in files if not any(part.startswith(".") for part in file.parts)]
+    depths = {len(file.parts) for file in files}
+    if depths not in ({2}, {3}):
+        why = f"has images in folders of different depths, such as {files[0]}" if files else "has no images"
+        raise invalid(root, why, "put them into class/ or user/class/ folders, or add a csv with file and label")
+    if depths == {2}:
+        return [{"file": file.as_posix(), "label": file.parts[0]} for file in files]
+    first = "split" if all(file.parts[0] in _SPLITS for file in files) else "user"
+    return [{"file": file.as_posix(), "label": file.parts[1], first: file.parts[0]} for file in files]
 
 
 def _rows(table: Path) -> list[dict[str, str]]:
@@ -83,22 +105,23 @@ def _rows(table: Path) -> list[dict[str, str]]:
     return rows
 
 
-def _load(table: Path, files: list[str], size: Size | None, channels: int | None) -> NDArray[np.uint8]:
+def _load(path: Path, files: list[str], size: Size | None, channels: int | None) -> NDArray[np.uint8]:
     pillow()
+    folder = path if path.is_dir() else path.parent
     x: NDArray[np.uint8] | None = None
     for row, name in enumerate(files):
         # A csv must not read files outside its own folder.
         inside = PurePosixPath(name.replace("\\", "/"))
         if inside.is_absolute() or ".." in inside.parts:
-            raise invalid(table, f"names the file '{name}'", "use files in the csv's folder")
-        image = read_image(table.parent / inside, size=size, channels=channels if x is None else x.shape[1])
+            raise invalid(path, f"names the file '{name}'", "use files in the csv's folder")
+        image = read_image(folder / inside, size=size, channels=channels if x is None else x.shape[1])
         if x is None:
             x = np.empty((len(files), *image.shape), np.uint8)
         if image.shape != x.shape[1:]:
             raise invalid(
-                table.parent / inside,
+                folder / inside,
                 f"has {_shape(image.shape)} pixels but the images before it {_shape(x.shape[1:])}",
-                "resize all with size=(height, width)",
+                "resize all with --set dataset.size=[HEIGHT,WIDTH]",
             )
         x[row] = image
     assert x is not None  # `_rows` rejects empty lists
@@ -123,10 +146,3 @@ def _optional(rows: list[dict[str, str]], column: str) -> tuple[NDArray[np.int64
     if column not in rows[0]:
         return None, ()
     return indexed(np.array([row[column] for row in rows]))
-
-
-def _flags(rows: list[dict[str, str]], table: Path) -> NDArray[np.bool_]:
-    odd = [row["is_train"] for row in rows if row["is_train"].lower() not in _FLAGS]
-    if odd:
-        raise invalid(table, f"has '{odd[0]}' in column 'is_train'", "write true or false")
-    return np.array([_FLAGS[row["is_train"].lower()] for row in rows])

@@ -25,6 +25,7 @@ class Digits(Source):
     key: ClassVar[str] = "digits"
     summary: ClassVar[str] = "1,797 handwritten digits, 8x8, included in scikit-learn"
     is_fixed: ClassVar[bool] = True
+    is_public: ClassVar[bool] = True
 
     def load(self, clients: int | None, rng: Rng, data_dir: Path | None) -> Dataset:
         table = _table()  # [1797, 65]

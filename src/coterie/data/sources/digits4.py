@@ -32,6 +32,7 @@ class Digits4(Source):
     key: ClassVar[str] = "digits-4"
     summary: ClassVar[str] = "MNIST, USPS, SVHN and SIGN as 28x28 grey; the source is the true group"
     is_fixed: ClassVar[bool] = True
+    is_public: ClassVar[bool] = True
 
     def load(self, clients: int | None, rng: Rng, data_dir: Path | None) -> Dataset:
         images, labels, flags = [], [], []

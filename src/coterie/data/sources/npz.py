@@ -12,48 +12,37 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from coterie.data.dataset import Dataset, Preset, Source, register_source
-from coterie.data.readers._files import DAMAGED, indexed
+from coterie.data.dataset import Dataset, register_source
+from coterie.data.readers._files import DAMAGED
+from coterie.data.sources.files import FileSource, dataset_of, register_file
 from coterie.errors import DataError
-from coterie.randomness import Rng
-from coterie.settings import setting
 
 _COLUMNS = ("x", "y", "user", "is_train")
 _DAMAGED = (*DAMAGED, ValueError, zipfile.BadZipFile)
 
 
+@register_file
 @register_source
 @dataclass(frozen=True)
-class NpzFile(Source):
+class NpzFile(FileSource):
     """One `.npz` file; nothing in it is unpickled."""
 
     key: ClassVar[str] = "npz"
     summary: ClassVar[str] = "your own .npz file: arrays x, y and optionally user, group, is_train"
-    is_fixed: ClassVar[bool] = True
+    form: ClassVar[str] = ".npz files (arrays x and y)"
 
-    path: str = setting("", "path of the .npz file")
+    @classmethod
+    def takes(cls, path: Path) -> bool:
+        return path.suffix == ".npz"
 
-    def load(self, clients: int | None, rng: Rng, data_dir: Path | None) -> Dataset:
-        return read_npz(Path(self.path)).validate()
+    def has_users(self) -> bool:
+        with _open(Path(self.path)) as arrays:
+            return "user" in arrays.files
 
-
-def preset_of_file(path: Path) -> Preset:
-    """The preset of a file: by user if it has users, else evenly distributed."""
-    with _open(path) as arrays:
-        has_users = "user" in arrays.files
-    return Preset(
-        name=str(path),
-        summary=NpzFile.summary,
-        source="npz",
-        scenario="by_user" if has_users else "iid",
-        clients=None if has_users else 10,
-        source_settings={"path": str(path)},
-        model="mlp",
-        work={"lr": 0.1, "epochs": 1, "batch_size": 20},
-    )
+    def read(self) -> Dataset:
+        return read_npz(Path(self.path))
 
 
 def read_npz(path: Path, *, groups: tuple[str, ...] = ("group",)) -> Dataset:
@@ -61,21 +50,7 @@ def read_npz(path: Path, *, groups: tuple[str, ...] = ("group",)) -> Dataset:
     with _open(path) as arrays:
         columns = _read(arrays, _COLUMNS, path)
         group = next(iter(_read(arrays, groups, path).values()), None)
-    x, mean, std = _samples(columns.pop("x"), path)
-    y, num_classes = _labels(columns["y"], path)
-    user, names = _users(columns.get("user"))
-    return Dataset(
-        path.stem,
-        x,
-        y,
-        num_classes,
-        is_train=_flags(columns.get("is_train"), path),
-        user=user,
-        user_names=names,
-        group=_users(group)[0],
-        mean=mean,
-        std=std,
-    )
+    return dataset_of(columns, path, group)
 
 
 def count_samples(path: Path) -> int:
@@ -112,43 +87,3 @@ def _open(path: Path) -> Any:
     if not hasattr(arrays, "files"):
         raise DataError(f"{path} is a single array; save x and y together with numpy.savez.")
     return arrays
-
-
-def _samples(x: NDArray[Any], path: Path) -> tuple[torch.Tensor, float, float]:
-    if x.ndim < 2:
-        raise DataError(f"{path}: x must have shape [samples, ...] with at least two axes. Got {x.shape} instead.")
-    if x.dtype == np.uint8:
-        if x.ndim == 3:
-            x = x[:, None]
-        elif x.ndim == 4 and x.shape[-1] in (1, 3) and x.shape[1] not in (1, 3):
-            x = x.transpose(0, 3, 1, 2)
-        return torch.from_numpy(np.ascontiguousarray(x)), 127.5, 127.5  # scaled to [-1, 1]
-    if x.dtype.kind not in "fiub":
-        raise DataError(f"{path}: x must contain numbers. Got {x.dtype} instead.")
-    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)), 0.0, 1.0
-
-
-def _labels(y: NDArray[Any], path: Path) -> tuple[torch.Tensor, int]:
-    if y.dtype.kind in "iub":
-        if y.ndim != 1:
-            raise DataError(f"{path}: y must have one class per sample. Got shape {y.shape} instead.")
-        return torch.from_numpy(y.astype(np.int64)), int(y.max()) + 1 if len(y) else 1
-    if y.dtype.kind == "f":
-        if not y.ndim:
-            raise DataError(f"{path}: y must have one target per sample. Got shape {y.shape} instead.")
-        if not np.isfinite(y).all():
-            raise DataError(f"{path}: y has NaN or infinite values; remove them before training.")
-        return torch.from_numpy(y.astype(np.float32)), 0
-    raise DataError(f"{path}: y must contain integer classes or float targets. Got {y.dtype} instead.")
-
-
-def _users(column: NDArray[Any] | None) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
-    return (None, ()) if column is None else indexed(column)
-
-
-def _flags(column: NDArray[Any] | None, path: Path) -> NDArray[np.bool_] | None:
-    if column is None:
-        return None
-    if column.dtype.kind not in "biu":
-        raise DataError(f"{path}: is_train must contain booleans. Got {column.dtype} instead.")
-    return column.astype(bool)

@@ -24,10 +24,10 @@ from coterie.data.dataset import Dataset, Source
 from coterie.data.home import data_folder
 from coterie.data.readers._files import indexed, join
 from coterie.data.sources.npz import read_npz
+from coterie.data.values import GREY
 from coterie.errors import DataError
 from coterie.randomness import Rng
 
-_GREY = 127.5  # maps pixels 0 ... 255 to -1 ... 1
 _LUMINANCE = (0.299, 0.587, 0.114)  # ITU-R BT.601, as used by Pillow
 _SLAB = 1 << 24  # pixels resized at a time, to avoid a float copy of everything
 
@@ -54,6 +54,7 @@ class StoredSource(Source):
     """A source in the data folder; subclasses find and read its original format."""
 
     is_fixed: ClassVar[bool] = True
+    is_public: ClassVar[bool] = True
     classes: ClassVar[int]
     original: ClassVar[str]  # describes the original files, for errors
     folders: ClassVar[tuple[str, ...]] = ()  # folders used by other tools, besides `key`
@@ -144,8 +145,8 @@ class StoredSource(Source):
             is_train=is_train,
             user=user,
             user_names=names,
-            mean=_GREY,
-            std=_GREY,
+            mean=GREY,
+            std=GREY,
         )
 
     def _checked(self, data: Dataset, path: Path) -> Dataset:

@@ -30,6 +30,7 @@ class Synthetic(Source):
 
     key: ClassVar[str] = "synthetic"
     summary: ClassVar[str] = "synthetic images; each group of clients permutes the labels"
+    is_public: ClassVar[bool] = True
 
     groups: int = setting(4, "number of true groups", ge=1)
     samples: int = setting(60, "samples per client, including test samples", ge=2)

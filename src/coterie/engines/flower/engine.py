@@ -92,7 +92,7 @@ class FlowerEngine(Engine):
         self.life, self.past = uuid.uuid4().hex, dict(past or {})
         if federation.reserved is not None:
             x, y = federation.reserved_samples()
-            self.reserved = (x.to(self.dtype), y)
+            self.reserved = (x if task.integers else x.to(self.dtype), y)
 
     def describe(self) -> dict[str, Any]:
         return {"engine": self.name, "device": "cpu", **values_of(self.settings)}

@@ -14,13 +14,13 @@ from coterie.client.block import Models
 from coterie.client.steps import ClientStep, find_step
 from coterie.client.task import Task
 from coterie.client.work import SGD, from_dict
-from coterie.data.federation import SPLITS, Federation, Split, cut
+from coterie.data.federation import Federation
 from coterie.engines.flower import wire
 from coterie.engines.flower.memory import DiskMemory, folder_name
 from coterie.engines.loop import LoopEngine
 from coterie.errors import ConfigError, CoterieError, DataError
 from coterie.nets.flat import Loss
-from coterie.randomness import Rng, name_keys
+from coterie.randomness import Rng
 
 
 class Site:
@@ -97,50 +97,27 @@ class Site:
         key = (call.seed, call.precision)
         if key not in self._engines:
             data = self.federation
-            task = Task.made(self._make, call.seed, self._loss, data.num_classes, data.input_shape, work)
+            sizes = (data.num_classes, data.input_shape)
+            task = Task.made(self._make, call.seed, self._loss, *sizes, work, data.has_integers)
             settings = {"precision": call.precision}
             self._engines[key] = LoopEngine(task, self.federation, device=self._device, settings=settings)
         return self._engines[key]
 
 
-def one_client(name: str, data: Any, num_classes: int) -> Federation:
+def one_client(name: str, data: Any, num_classes: int, held_out: bool = True) -> Federation:
     """The federation of one site from the result of its `load_data`.
 
-    That is a federation of one client, a pair (x, y), whose last samples are held out for testing, or a dict with
-    pairs "train", "test" and optionally "valid".
+    That is a federation of one client, or whatever `Federation.from_clients` takes for a client. Without `held_out`,
+    all samples are training samples. Sites must agree on their classes, so labels are numbers here.
     """
     if isinstance(data, Federation):
         if len(data) != 1:
             raise DataError(f"load_data must return the data of one client. Got a federation of {len(data)} instead.")
         return data
-    if isinstance(data, tuple | list) and len(data) == 2:
-        return Federation.from_clients({name: (data[0], data[1])}, num_classes=num_classes)
-    if not isinstance(data, dict) or "train" not in data:
-        raise DataError("load_data must return (x, y), or a dict with 'train' and 'test', each (x, y).")
-    parts = {split: data.get(split) for split in SPLITS}
-    unknown = [split for split in data if split not in parts]
-    if unknown:
-        raise DataError(f"load_data returned an unknown split '{unknown[0]}'; use train, valid and test.")
-    pairs = [(torch.as_tensor(p[0]), torch.as_tensor(p[1])) for p in parts.values() if p is not None]
-    if any(len(x) != len(y) for x, y in pairs):
-        raise DataError("load_data returned different numbers of samples and labels; return one label per sample.")
-    x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
-    rows, start = {}, 0
-    for split, part in parts.items():
-        count = 0 if part is None else len(part[0])
-        rows[split] = torch.arange(start, start + count)
-        start += count
-    if parts["valid"] is None:
-        rows["train"], rows["valid"] = cut(rows["train"], 0.1)
-    is_class = not y.is_floating_point()
-    return Federation(
-        name="own",
-        x=x if x.dtype == torch.uint8 else x.float(),
-        y=y.long() if is_class else y.float(),
-        num_classes=num_classes if is_class else 0,
-        train=Split.of([rows["train"]]),
-        valid=Split.of([rows["valid"]]),
-        test=Split.of([rows["test"]]),
-        names=(name,),
-        keys=name_keys((name,)),
-    ).validate()
+    test, valid = (0.2, 0.1) if held_out else (0.0, 0.0)
+    made = Federation.from_clients({name: data}, num_classes=num_classes, test=test, valid=valid)
+    if made.class_names:
+        raise DataError(
+            "load_data must return classes as integers, which mean the same at every site. Got words instead."
+        )
+    return made

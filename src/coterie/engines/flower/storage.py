@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,6 +34,7 @@ def save_federation(folder: Path, federation: Federation) -> None:
         "std": federation.std,
         "moves": [move.round for move in federation.moves],
         "repeats": federation.repeats,
+        "class_names": federation.class_names,
         "steps": step_modules(),
     }
     save_file({k: v.contiguous().clone() for k, v in tensors.items()}, str(folder / "federation.safetensors"))
@@ -53,8 +55,9 @@ def load_federation(folder: Path, views: Sequence[View]) -> Federation:
         Move(round, tensors[f"move.{number}.view"], tensors[f"move.{number}.groups"])
         for number, round in enumerate(plain.pop("moves"))
     )
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
     return Federation(
-        **{**plain, "names": tuple(plain["names"])},
+        **values,
         x=tensors["x"],
         y=tensors["y"],
         train=split("train"),

@@ -94,7 +94,8 @@ class RayEngine(Engine):
         self._plan = self._start_all()
         if federation.reserved is not None:
             x, y = federation.reserved_samples()
-            self.reserved = (x.to(self.device, self.dtype), y.to(self.device))
+            x = x if task.integers else x.to(self.dtype)
+            self.reserved = (x.to(self.device), y.to(self.device))
 
     # ---- workers ----
 

@@ -5,13 +5,15 @@ A client keeps the model that it trained last. The served model predicts
     p(y | x) = (1 - a) softmax(center(x) + t b)_y + a softmax(own(x))_y,   b_y = log own share_y - log cluster's share_y
 
 where b replaces the cluster's label proportions by the client's own. The center is trained for this: each client trains
-it with its b added to the outputs, so that its label proportions do not become the center's. The client compares a few
+it with its b added to the outputs, so that its label proportions do not become the center's; less so, the better the
+center already tells classes apart (`balance_of`). The client compares a few
 pairs (a, t) by their losses on its held-out samples. A client with few of them would choose by chance, so the losses of
 its cluster's members count as well, as much as those of `PRIOR_SAMPLES` samples of its own.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -71,11 +73,23 @@ def label_prior(counts: Tensor) -> Tensor:
     return usual * (1 / min(1.0, max(correlation, 1 / _HEAVIEST)) - 1 + _LIGHTEST)
 
 
-def train_balanced(block: Block, models: Models, work: SGD, shares: Tensor | None) -> Tensor:
+def balance_of(losses: Tensor, classes: int) -> Tensor:
+    """How far clients take their label proportions out of training, from 0 to 1; of centers with these losses [n].
+
+    A center that tells classes apart by their inputs is better trained as it is. One that does not would learn each
+    client's proportions instead. The measure is its held-out loss beside that of a blind guess; unknown losses are 0.
+    """
+    blind = math.log(max(2, classes))
+    return torch.where(losses > 0, losses / blind, 1.0).clamp(max=1).square()
+
+
+def train_balanced(
+    block: Block, models: Models, work: SGD, shares: Tensor | None, balance: Tensor | None = None
+) -> Tensor:
     """Train centers as if each client had its cluster's label proportions: [c, P]. The client keeps what it trained.
 
-    The shift b of the module is part of the output bias while a client trains, and then taken out again: a class that
-    the client does not hold is not unlearnt. A network without an output bias trains as always.
+    The shift b of the module, times `balance` [c], is part of the output bias while a client trains, and then taken out
+    again: a class that the client does not hold is not unlearnt. A network without an output bias trains as always.
     """
     where = block.task.output_bias
     shift = None if shares is None or where is None else label_shift(block, shares)
@@ -84,6 +98,7 @@ def train_balanced(block: Block, models: Models, work: SGD, shares: Tensor | Non
         block.memory.put(OWN_MODEL, trained)
         return trained
     begun = models.rows()
+    shift = shift if balance is None else balance.to(shift).unsqueeze(1) * shift
     shift = _wide(shift, begun[:, where])
     begun[:, where] += shift
     trained = block.train(begun, work)

@@ -82,7 +82,7 @@ def _pictures(federation: Federation, members: Sequence[int], classes: Sequence[
     for column, held in enumerate(found):
         # The first of every client, then the second: pictures of many clients.
         for place, (_, _, x) in enumerate(sorted(held, key=lambda item: item[:2])[:each]):
-            tiles[column, place] = np.moveaxis((x * federation.std + federation.mean).double().numpy(), 0, -1)
+            tiles[column, place] = np.moveaxis(federation.unscaled(x).double().numpy(), 0, -1)
     return np.broadcast_to(tiles.reshape(-1, high, wide, channels), (len(classes) * each, high, wide, 3))
 
 

@@ -1,0 +1,111 @@
+"""The user's own files: which source reads a path, and what all of them have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.data.dataset import Dataset, Preset, Source
+from coterie.data.readers._files import indexed
+from coterie.data.values import inputs_of, targets_of
+from coterie.errors import DataError
+from coterie.randomness import Rng
+from coterie.settings import build, setting
+
+_KINDS: list[type[FileSource]] = []
+
+
+@dataclass(frozen=True)
+class FileSource(Source):
+    """Contract of a source that reads a file or a folder of the user. Nothing in it is unpickled."""
+
+    is_fixed: ClassVar[bool] = True
+    form: ClassVar[str]  # what it reads, in words
+
+    path: str = setting("", "path of the file or folder")
+    standardize: bool = setting(False, "scale features by mean and deviation of the training samples")
+
+    @classmethod
+    def takes(cls, path: Path) -> bool:
+        """Whether this source reads the path; the path exists."""
+        raise NotImplementedError
+
+    def has_users(self) -> bool:
+        """Whether the samples have users, each of which is a client."""
+        raise NotImplementedError
+
+    def read(self) -> Dataset:
+        """The samples."""
+        raise NotImplementedError
+
+    def load(self, clients: int | None, rng: Rng, data_dir: Path | None) -> Dataset:
+        return replace(self.read(), standardize=self.standardize).validate()
+
+
+F = TypeVar("F", bound=FileSource)
+
+
+def register_file(cls: type[F]) -> type[F]:
+    """Class decorator: a source that reads paths of users."""
+    _KINDS.append(cls)
+    return cls
+
+
+def is_path(name: str) -> bool:
+    """Whether the name of a dataset is meant as a path."""
+    return os.sep in name or "/" in name or Path(name).suffix != "" or Path(name).exists()
+
+
+def preset_of_file(path: Path, settings: Mapping[str, Any] | None = None) -> Preset:
+    """The preset of a file: by user if it has users, else evenly distributed. `settings` are those of the source."""
+    if not path.exists():
+        raise DataError(f"There is no file {path}; check the path.")
+    kind = next((kind for kind in _KINDS if kind.takes(path)), None)
+    if kind is None:
+        forms = ", ".join(kind.form for kind in sorted(_KINDS, key=lambda kind: kind.key))
+        raise DataError(f"{path} is no data that coterie reads; it reads {forms}.")
+    has_users = build(kind, {"path": str(path), **(settings or {})}, "dataset").has_users()
+    return Preset(
+        name=str(path),
+        summary=kind.summary,
+        source=kind.key,
+        scenario="by_user" if has_users else "iid",
+        clients=None if has_users else 10,
+        source_settings={"path": str(path)},
+        model="mlp",
+        work={"lr": 0.1, "epochs": 1, "batch_size": 20},
+    )
+
+
+def dataset_of(arrays: Mapping[str, NDArray[Any]], path: Path, group: NDArray[Any] | None = None) -> Dataset:
+    """The dataset of the arrays x and y, and maybe user and is_train."""
+    x, mean, std = inputs_of(arrays["x"], str(path))
+    y, num_classes, class_names = targets_of(arrays["y"], str(path))
+    user, names = (None, ()) if "user" not in arrays else indexed(arrays["user"])
+    return Dataset(
+        path.stem,
+        x,
+        y,
+        num_classes,
+        is_train=_flags(arrays.get("is_train"), path),
+        user=user,
+        user_names=names,
+        group=None if group is None else indexed(group)[0],
+        mean=mean,
+        std=std,
+        class_names=class_names,
+    )
+
+
+def _flags(column: NDArray[Any] | None, path: Path) -> NDArray[np.bool_] | None:
+    if column is None:
+        return None
+    if column.dtype.kind not in "biu":
+        raise DataError(f"{path}: is_train must contain booleans. Got {column.dtype} instead.")
+    return column.astype(bool)
