@@ -281,7 +281,10 @@ def _state(suite: Suite, root: Path, results: Path, folder: Path) -> dict[str, A
     done = sum((root / suite.name / spot.place / "summary.json").exists() for spot in spots)
     here, written = read_result(root / suite.name), read_result(results / suite.name)
     found = [result for result in (here, written) if result is not None]
-    seeds = [max((one["n"] for one in cell["ours"].values()), default=0) for cell in (written or {}).get("cells", [])]
+    seeds = [
+        max((one["n"] for one in cell["ours"].values()), default=int(cell["rounds"] is not None))  # without metrics
+        for cell in (written or {}).get("cells", [])
+    ]
     most = min(len(spots), max(done, sum(seeds) * max(1, len(suite.parts))))
     return {
         "name": suite.name,
