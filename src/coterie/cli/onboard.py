@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import typer
 
-from coterie.cli.flags import JsonFlag, RunArgument, takes, whole
+from coterie.cli.flags import JsonFlag, RunArgument, TrustFlag, takes, whole
 from coterie.cli.output import say, stdout, table_of
 from coterie.errors import ConfigError, RunError, StorageError
 from coterie.runs.metrics import NUMBER, PERCENT
@@ -40,6 +40,7 @@ def onboard(
     name: Annotated[
         str | None, typer.Option(help="Write to onboard-NAME beside the run; by default the run's name.")
     ] = None,
+    trust: TrustFlag = False,
     json_: JsonFlag = False,
 ) -> None:
     """Add new clients to a finished run. Each is assigned by the run's own rule, adapted and evaluated."""
@@ -49,7 +50,7 @@ def onboard(
     from coterie.runs.experiment import resolve
     from coterie.runs.newcomers import like_the_run
 
-    result = open_run(path)
+    result = open_run(path, trust=trust)
     run = result.settings["run"]
     # Only the data is needed: FedAvg accepts any number of clients.
     own = {"algorithm": "fedavg", "dataset": dataset, "seed": run["seed"] + 1 if seed is None else seed}
@@ -132,6 +133,7 @@ def export(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write; by default RUN-WHICH.safetensors.")
     ] = None,
+    trust: TrustFlag = False,
     json_: JsonFlag = False,
 ) -> None:
     """Export one model of a finished run. It is a state_dict (safetensors), to load into your own module.
@@ -142,7 +144,7 @@ def export(
         raise ConfigError("export needs one of --client NAME and --cluster K.")
     from coterie.runs.execution import open_run
 
-    result = open_run(path)
+    result = open_run(path, trust=trust)
     if client is not None:
         weights, which = result.client_state_dict(client), client
     else:

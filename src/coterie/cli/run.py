@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.flags import JsonFlag, NameFlag, OutFlag, QuietFlag, RunArgument, TrackFlag, takes
+from coterie.cli.flags import JsonFlag, NameFlag, OutFlag, QuietFlag, RunArgument, TrackFlag, TrustFlag, takes
 from coterie.cli.output import RoundProgress, clock, decision_lines, say, stdout, stop_on_ctrl_c, summary_table
 from coterie.client.settings import WorkSettings
 from coterie.errors import Interrupted, RunError
 from coterie.runs.settings import AUTO, ClusterSettings, RunSettings, Schedule, Tables, merge
+from coterie.trust import check_trust
 
 if TYPE_CHECKING:
     from coterie.runs.choose_k import Choice
@@ -64,7 +65,13 @@ def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Choice | No
     return replace(experiment, data=trial.data), choice
 
 
-def resume(path: RunArgument, track: TrackFlag = None, json_: JsonFlag = False, quiet: QuietFlag = False) -> None:
+def resume(
+    path: RunArgument,
+    track: TrackFlag = None,
+    trust: TrustFlag = False,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
     """Resume a stopped run."""
     from coterie.runs.experiment import resolve
     from coterie.runs.folder import RunFolder
@@ -83,6 +90,7 @@ def resume(path: RunArgument, track: TrackFlag = None, json_: JsonFlag = False, 
         raise RunError(f"{path} is a deployed run; resume it with the run.sh of its app, under the same name.")
     if tables.get("run", {}).get("from_python"):
         raise RunError(f"{path} was started from Python with its own objects; resume it from there.")
+    check_trust(tables, path, trust)
     with folder.held():
         run_to_end(resolve(tables), folder, json_, quiet, also)
 

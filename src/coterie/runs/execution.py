@@ -23,6 +23,7 @@ from coterie.runs.newcomers import Newcomers, split_unseen
 from coterie.runs.observers import Listener, RunInfo, Several
 from coterie.runs.result import Result
 from coterie.settings import check
+from coterie.trust import check_trust
 from coterie.version import VERSION
 
 _KEPT = ("chunk", "memory", "precision", "plan", "piece", "workers", "cpus")  # of the plan, by a resumed run
@@ -139,8 +140,8 @@ def finish(
     return summary
 
 
-def open_run(path: str | Path) -> Result:
-    """A finished run of the command line, from its folder, which is not changed."""
+def open_run(path: str | Path, *, trust: bool = False) -> Result:
+    """A finished run of the command line, from its folder, which is not changed; `trust`: see `check_trust`."""
     folder = RunFolder.open(Path(path))
     summary = folder.summary()
     if summary is None:
@@ -151,6 +152,7 @@ def open_run(path: str | Path) -> Result:
         raise RunError(f"{path} is a deployed run. It cannot be opened here: its data is at the sites.")
     if tables["run"].get("from_python"):
         raise RunError(f"{path} was started from Python with its own objects. It cannot be opened from its folder.")
+    check_trust(tables, folder.path, trust)
     experiment = resolve(tables).loaded()
     if experiment.device.startswith("cuda") and not torch.cuda.is_available():
         experiment = replace(experiment, device="cpu")
