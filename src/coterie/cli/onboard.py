@@ -14,6 +14,7 @@ import typer
 from coterie.cli.flags import JsonFlag, RunArgument, TrustFlag, takes, whole
 from coterie.cli.output import say, stdout, table_of
 from coterie.errors import ConfigError, RunError, StorageError
+from coterie.runs.files import write_whole
 from coterie.runs.metrics import NUMBER, PERCENT
 from coterie.runs.settings import RunSettings, Tables, merge
 
@@ -104,9 +105,7 @@ def _write(folder: Path, result: Result, newcomers: Newcomers) -> dict[str, Any]
         **newcomers.summary(),
         "clients": rows,
     }
-    temporary = folder / ".clients.json.tmp"
-    temporary.write_text(json.dumps(report, indent=2) + "\n")
-    temporary.replace(folder / "clients.json")
+    write_whole(folder / "clients.json", (json.dumps(report, indent=2) + "\n").encode())
     return report
 
 
@@ -172,11 +171,4 @@ def save_weights(weights: dict[str, Tensor], file: Path) -> None:
     """Write a state_dict completely, or leave the old file as it was."""
     import safetensors.torch
 
-    content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()})
-    temporary = file.with_name(f".{file.name}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(file)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_whole(file, safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()}))

@@ -153,9 +153,9 @@ def as_run(source: Any) -> RunData:
     raise RunError(f"A run is a path to its folder or a Result. Got {type(source).__name__} instead.")
 
 
-def read_run(path: Path, within: Path | None = None, *, whole: bool = True) -> RunData:
-    """Read a run folder. `within`: refuse links out of that folder; `whole=False`: skip what only pictures need."""
-    files = Files(path, within)
+def read_run(path: Path, *, whole: bool = True) -> RunData:
+    """Read a run folder; `whole=False`: skip what only pictures need."""
+    files = Files(path)
     config = {key: value for key, value in files.config().items() if isinstance(value, dict)}
     rows, summary = files.rows(), files.summary()
     environment = files.read_object("environment.json") or {}
@@ -184,8 +184,7 @@ def of_result(result: Result) -> RunData:
 def find_runs(root: Path) -> list[tuple[str, Path]]:
     """The run folders under `root`, damaged ones included: name relative to `root`, path.
 
-    Hidden folders and links to folders of runs are skipped. A link to a run is listed; reading it with `within` fails
-    if it points outside.
+    Hidden folders and links to folders of runs are skipped. A link to a run is listed.
     """
     found: list[tuple[str, Path]] = []
 
