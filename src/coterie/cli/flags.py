@@ -67,6 +67,9 @@ JobsFlag = Annotated[int, whole("--jobs", "runs at a time, in as many processes,
 TrustFlag = Annotated[
     bool, typer.Option("--trust", help="Import code, or connect to a cluster, that the settings of a run folder name.")
 ]
+OverrideFlag = Annotated[
+    bool, typer.Option("--override", help="Use the settings of the run folder, even if they were changed since.")
+]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 _ConfigFlag = Annotated[Path | None, typer.Option(help="TOML file with the same settings; flags override it.")]
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import typer
 
-from coterie.cli.flags import JsonFlag, RunArgument, TrustFlag, takes, whole
+from coterie.cli.flags import JsonFlag, OverrideFlag, RunArgument, TrustFlag, takes, whole
 from coterie.cli.output import say, stdout, table_of
 from coterie.errors import ConfigError, RunError, StorageError
 from coterie.runs.files import write_whole
@@ -42,6 +42,7 @@ def onboard(
         str | None, typer.Option(help="Write to onboard-NAME beside the run; by default the run's name.")
     ] = None,
     trust: TrustFlag = False,
+    override: OverrideFlag = False,
     json_: JsonFlag = False,
 ) -> None:
     """Add new clients to a finished run. Each is assigned by the run's own rule, adapted and evaluated."""
@@ -51,7 +52,7 @@ def onboard(
     from coterie.runs.experiment import resolve
     from coterie.runs.newcomers import like_the_run
 
-    result = open_run(path, trust=trust)
+    result = open_run(path, trust=trust, override=override)
     run = result.settings["run"]
     # Only the data is needed: FedAvg accepts any number of clients.
     own = {"algorithm": "fedavg", "dataset": dataset, "seed": run["seed"] + 1 if seed is None else seed}
@@ -133,6 +134,7 @@ def export(
         Path | None, typer.Option("--out", "-o", help="File to write; by default RUN-WHICH.safetensors.")
     ] = None,
     trust: TrustFlag = False,
+    override: OverrideFlag = False,
     json_: JsonFlag = False,
 ) -> None:
     """Export one model of a finished run. It is a state_dict (safetensors), to load into your own module.
@@ -143,7 +145,7 @@ def export(
         raise ConfigError("export needs one of --client NAME and --cluster K.")
     from coterie.runs.execution import open_run
 
-    result = open_run(path, trust=trust)
+    result = open_run(path, trust=trust, override=override)
     if client is not None:
         weights, which = result.client_state_dict(client), client
     else:

@@ -8,7 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.flags import JsonFlag, NameFlag, OutFlag, QuietFlag, RunArgument, TrackFlag, TrustFlag, takes
+from coterie.cli.flags import (
+    JsonFlag,
+    NameFlag,
+    OutFlag,
+    OverrideFlag,
+    QuietFlag,
+    RunArgument,
+    TrackFlag,
+    TrustFlag,
+    takes,
+)
 from coterie.cli.output import RoundProgress, clock, decision_lines, say, stdout, stop_on_ctrl_c, summary_table
 from coterie.client.settings import WorkSettings
 from coterie.errors import Interrupted, RunError
@@ -69,6 +79,7 @@ def resume(
     path: RunArgument,
     track: TrackFlag = None,
     trust: TrustFlag = False,
+    override: OverrideFlag = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -92,11 +103,16 @@ def resume(
         raise RunError(f"{path} was started from Python with its own objects; resume it from there.")
     check_trust(tables, path, trust)
     with folder.held():
-        run_to_end(resolve(tables), folder, json_, quiet, also)
+        run_to_end(resolve(tables), folder, json_, quiet, also, override)
 
 
 def run_to_end(
-    experiment: Experiment, folder: RunFolder, json_: bool, quiet: bool, also: Sequence[Observer] = ()
+    experiment: Experiment,
+    folder: RunFolder,
+    json_: bool,
+    quiet: bool,
+    also: Sequence[Observer] = (),
+    override: bool = False,
 ) -> None:
     """Run or resume with progress and Ctrl-C, and print the result."""
     from coterie.runs.execution import execute
@@ -110,7 +126,7 @@ def run_to_end(
             RoundProgress(experiment.schedule.rounds, experiment.algorithm_name, hidden) as progress,
             stop_on_ctrl_c(hidden) as pressed,
         ):
-            result = execute(experiment, folder, Several([progress, *also]), pressed)
+            result = execute(experiment, folder, Several([progress, *also]), pressed, override=override)
     except (Interrupted, KeyboardInterrupt) as error:
         said = str(error) or "Stopped at once; rounds since the last checkpoint will be repeated."
         raise Interrupted(f"{said} Resume with 'coterie resume {folder.path}'.") from None

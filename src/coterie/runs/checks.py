@@ -6,6 +6,7 @@ believe a curve with a gap in it.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -31,6 +32,43 @@ FACTS: dict[str, tuple[str, ...]] = {
     **{f"{phase}_bytes": ("bytes", phase) for phase in ("start", "repair")},
     **{f"{phase}_seconds": ("seconds", phase) for phase in ("train", "server", "evaluate")},
 }
+
+
+# ---- settings ----
+
+
+def check_settings(stored: Any, now: Mapping[str, Any], where: object, override: bool) -> None:
+    """Raise if settings are not those of a checkpoint; each difference is named."""
+    if override or not isinstance(stored, dict):
+        return
+    before, after = (
+        {(name, key): value for name, table in found.items() for key, value in _items(table)}
+        for found in (stored, plain_settings(now))
+    )
+    told = [
+        f"{table}.{key} was {_shown(before, (table, key))} and is {_shown(after, (table, key))}"
+        for table, key in sorted({*before, *after})
+        if before.get((table, key), ...) != after.get((table, key), ...)
+    ]
+    if told:
+        raise RunError(
+            f"The settings of {where} were changed since its last checkpoint: {'; '.join(told)}. Restore them, or say "
+            "--override (in Python override=True) to use the new ones."
+        )
+
+
+def plain_settings(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as a checkpoint stores them, in JSON."""
+    found: dict[str, Any] = json.loads(json.dumps(tables, default=str))
+    return found
+
+
+def _items(table: Any) -> Iterable[tuple[str, Any]]:
+    return table.items() if isinstance(table, dict) else ()  # the schema is no table
+
+
+def _shown(values: Mapping[tuple[str, str], Any], place: tuple[str, str]) -> str:
+    return repr(values[place])[:80] if place in values else "missing"
 
 
 # ---- rows of rounds ----

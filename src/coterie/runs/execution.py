@@ -16,6 +16,7 @@ from coterie.data.federation import Federation
 from coterie.engines import make_engine
 from coterie.engines.base import Engine
 from coterie.errors import CheckpointError, Interrupted, RunError, StorageError
+from coterie.runs.checks import check_settings
 from coterie.runs.experiment import Experiment, resolve
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Trainer, attack_of
@@ -34,13 +35,18 @@ def execute(
     folder: RunFolder | None = None,
     observer: Listener | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    *,
+    override: bool = False,
 ) -> Result:
-    """Run to the end, from the start or from the last intact checkpoint in the folder."""
+    """Run to the end, from the start or from the last intact checkpoint in the folder.
+
+    `override`: the settings may differ from those of the checkpoint.
+    """
     if folder is None:
-        return _train(experiment, None, observer, should_stop)
+        return _train(experiment, None, observer, should_stop, override)
     with folder.held():
         try:
-            return _train(experiment, folder, observer, should_stop)
+            return _train(experiment, folder, observer, should_stop, override)
         except (StorageError, Interrupted):
             raise  # it can be resumed
         except Exception:
@@ -60,8 +66,12 @@ def _train(
     folder: RunFolder | None,
     observer: Listener | None,
     should_stop: Callable[[], bool],
+    override: bool,
 ) -> Result:
     check(experiment.work)
+    checkpoint, problems = (None, []) if folder is None else folder.load_checkpoint()
+    if folder is not None and checkpoint is not None:
+        check_settings(checkpoint.plain.get("settings"), folder.config(), folder.path, override)
     experiment = experiment.loaded()
     everyone, schedule = experiment.federation(), experiment.schedule
     digest = everyone.digest()
@@ -85,7 +95,6 @@ def _train(
         folder.write_json("environment.json", environment(engine, digest))
         unseen = [] if held_out is None else list(held_out.names)
         folder.write_json("artifacts/manifest.json", {"seed": schedule.seed, "unseen": unseen, **everyone.manifest()})
-        checkpoint, problems = folder.load_checkpoint()
         engine.notes += problems
         if checkpoint is not None:
             trainer.restore(checkpoint)
@@ -140,8 +149,11 @@ def finish(
     return summary
 
 
-def open_run(path: str | Path, *, trust: bool = False) -> Result:
-    """A finished run of the command line, from its folder, which is not changed; `trust`: see `check_trust`."""
+def open_run(path: str | Path, *, trust: bool = False, override: bool = False) -> Result:
+    """A finished run of the command line, from its folder, which is not changed.
+
+    `trust`: see `check_trust`. `override`: the settings may differ from those of the checkpoint.
+    """
     folder = RunFolder.open(Path(path))
     summary = folder.summary()
     if summary is None:
@@ -153,13 +165,15 @@ def open_run(path: str | Path, *, trust: bool = False) -> Result:
     if tables["run"].get("from_python"):
         raise RunError(f"{path} was started from Python with its own objects. It cannot be opened from its folder.")
     check_trust(tables, folder.path, trust)
+    checkpoint, problems = folder.load_checkpoint()
+    if checkpoint is not None:
+        check_settings(checkpoint.plain.get("settings"), tables, folder.path, override)
     experiment = resolve(tables).loaded()
     if experiment.device.startswith("cuda") and not torch.cuda.is_available():
         experiment = replace(experiment, device="cpu")
     before = folder.read_object("environment.json")
     if before is None or before["digest"] != experiment.federation().digest():
         raise RunError(f"The data of {path} has changed since the run began; it cannot be opened.")
-    checkpoint, problems = folder.load_checkpoint()
     if checkpoint is None or checkpoint.round != summary["rounds"]:
         raise CheckpointError(" ".join([f"The last checkpoint of {path} is missing or damaged.", *problems[:1]]))
     federation, held_out = participants(experiment)

@@ -25,6 +25,7 @@ from coterie.engines.base import Engine, Failure, Request
 from coterie.errors import ConfigError, Interrupted, RunError
 from coterie.methods.base import Algorithm, Personal
 from coterie.randomness import Rng
+from coterie.runs.checks import plain_settings
 from coterie.runs.exhibits import Arrays, Sketches, listening, member_pictures
 from coterie.runs.folder import Checkpoint, RunFolder
 from coterie.runs.metrics import METRICS, cluster_sizes, measured, of_clusters, of_scores, quantiles, summarized
@@ -84,6 +85,7 @@ class Trainer:
             )
         self.algorithm, self.engine, self.federation = algorithm, engine, federation
         self.schedule, self.folder = schedule, folder
+        self._settings = {} if folder is None else plain_settings(folder.config())
         self.progress = Progress()
         self.state: Any = None
         self._pending: Pending | None = None
@@ -328,6 +330,7 @@ class Trainer:
             "seconds": self.progress.seconds,
             "notes": self.engine.notes,
             "rows_bytes": self.folder.rows_bytes(),
+            "settings": self._settings,
             "pending": None if self._pending is None else self._pending.row,
         }
         self.folder.save_checkpoint(Checkpoint(self.progress.round, tensors, plain))
