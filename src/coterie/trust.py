@@ -1,4 +1,4 @@
-"""Code that settings name (`module:callable`): who may have it imported, and from where.
+"""What may come from somebody else: code that settings name (`module:callable`), and links in place of files.
 
 A run folder may come from somebody else. What its settings would import, or which machine they would connect to, is
 refused until the user says `--trust`, and code that lies inside a run folder is never imported.
@@ -6,6 +6,7 @@ refused until the user says `--trust`, and code that lies inside a run folder is
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
 import os
@@ -100,3 +101,21 @@ def _has_schema(path: Path) -> bool:
         return False
     with os.fdopen(handle, "rb") as file:
         return stat.S_ISREG(os.fstat(handle).st_mode) and _SCHEMA.search(file.read(1 << 16)) is not None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file completely, or leave the old one as it was. Links are replaced, not followed."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with open(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666), "wb"
+        ) as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

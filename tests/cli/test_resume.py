@@ -29,10 +29,10 @@ def change(path: Path, *pairs: tuple[str, str]) -> None:
 
 
 def test_changed_settings_are_named_field_by_field(command: Command, stopped: Path):
-    change(stopped, ("rounds = 2", "rounds = 3"), ("\nlr = 0.1", "\nlr = 0.5\nclip_norm = 2"), ("seed = 0\n", ""))
+    change(stopped, ("rounds = 2", "rounds = 3"), ("\nepochs = 1", "\nepochs = 2\nclip_norm = 2"), ("seed = 0\n", ""))
     said = command("resume", stopped).error
     assert "run.rounds was 2 and is 3" in said
-    assert "work.lr was 0.1 and is 0.5" in said
+    assert "work.epochs was 1 and is 2" in said
     assert "run.seed was 0 and is missing" in said
     assert "work.clip_norm was missing and is 2" in said
     assert "--override" in said

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from coterie.errors import CoterieError, RunError
-from coterie.runs.files import Files, write_whole
+from coterie.runs.files import Files
 from coterie.runs.folder import Checkpoint, RunFolder
+from coterie.trust import write_whole
 
 CONFIG = {"run": {"algorithm": "fesem", "rounds": 3}}
 

@@ -14,9 +14,9 @@ import typer
 from coterie.cli.flags import JsonFlag, OverrideFlag, RunArgument, TrustFlag, takes, whole
 from coterie.cli.output import say, stdout, table_of
 from coterie.errors import ConfigError, RunError, StorageError
-from coterie.runs.files import write_whole
 from coterie.runs.metrics import NUMBER, PERCENT
 from coterie.runs.settings import RunSettings, Tables, merge
+from coterie.trust import write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,7 +6,6 @@ not opened, and the size and the headers of a file are checked before it is read
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import json
@@ -186,24 +185,6 @@ def _check_weight(content: bytes) -> None:
     memory = len(content) + sum(weight * content.count(mark) for mark, weight in _WEIGHTS.items())
     if memory > _MOST_MEMORY:
         raise ValueError(f"it would take {memory >> 20} MB of memory; the limit is {_MOST_MEMORY >> 20} MB")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file completely, or leave the old one as it was. Links are replaced, not followed."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        with open(
-            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666), "wb"
-        ) as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def reason(error: BaseException) -> str:

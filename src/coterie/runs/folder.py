@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.errors import CheckpointError, RunError, StorageError
-from coterie.runs.files import SCHEMA, Files, birth_of, reason, write_whole
+from coterie.runs.files import SCHEMA, Files, birth_of, reason
+from coterie.trust import write_whole
 
 _KEPT = 2  # checkpoints
 _PARTS = ("tensors.safetensors", "state.json")  # of a checkpoint

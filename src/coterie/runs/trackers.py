@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import ConfigError, MissingExtra, UnknownName
-from coterie.runs.files import Files, reason, write_whole
+from coterie.runs.files import Files, reason
 from coterie.runs.metrics import metrics
 from coterie.runs.observers import Observer, Row, RunInfo
+from coterie.trust import write_whole
 
 _MOST_SIZES = 32  # with more clusters, sizes are not logged
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import StorageError
-from coterie.runs.files import write_whole
 from coterie.runs.reading import RunData
+from coterie.trust import write_whole
 from coterie.views.report.payload import page_payload
 
 SCRIPTS = ("charts.js", "report.js")
