@@ -17,6 +17,7 @@ from coterie.errors import ConfigError, RunError, StorageError
 from coterie.runs.metrics import NUMBER, PERCENT
 from coterie.runs.settings import RunSettings, Tables, merge
 from coterie.trust import write_whole
+from coterie.views.words import safe_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -166,7 +167,7 @@ def export(
         how = (
             f"coterie.MixtureModel.from_state_dict(module, {load})" if is_mixture else f"module.load_state_dict({load})"
         )
-        print(f"{file}: {len(weights)} tensors; {how}")
+        print(safe_text(f"{file}: {len(weights)} tensors; {how}"))
 
 
 def save_weights(weights: dict[str, Tensor], file: Path) -> None:

@@ -24,6 +24,7 @@ from coterie.client.settings import WorkSettings
 from coterie.errors import Interrupted, RunError
 from coterie.runs.settings import AUTO, ClusterSettings, RunSettings, Schedule, Tables, merge
 from coterie.trust import check_trust
+from coterie.views.words import safe_text
 
 if TYPE_CHECKING:
     from coterie.runs.choose_k import Choice
@@ -138,7 +139,8 @@ def show(path: RunArgument, json_: JsonFlag = False) -> None:
     from coterie.runs.files import Files
 
     files = Files(path)
-    settings, summary = files.config()["run"], files.summary()
+    files.config()
+    summary = files.summary()
     if summary is not None:
         _print_summary(summary, json_)
         return
@@ -151,17 +153,17 @@ def show(path: RunArgument, json_: JsonFlag = False) -> None:
         progress = {"state": run.state, "seconds_left": run.seconds_left, "rounds_done": len(rows), "last": last}
         print(json.dumps({"path": str(path), "finished": False, **progress}))
         return
-    what = f"{settings['algorithm']} on {settings['dataset']}"
-    print(f"{path}: {what}, not finished: round {len(rows)} of {settings['rounds']}.")
+    what = f"{run.algorithm} on {run.dataset}"
+    print(safe_text(f"{path}: {what}, not finished: round {len(rows)} of {run.planned}."))
     if rows:
-        print(RoundProgress.numbers(rows[-1]))
+        print(safe_text(RoundProgress.numbers(rows[-1])))
         for line in decision_lines(run.decisions, len(run.sizes[-1])):
-            print(line)
+            print(safe_text(line))
     if run.state == "running":
         left = "" if run.seconds_left is None else f", about {clock(run.seconds_left)} left"
         print(f"It is running{left}.")
     else:
-        print(f"Resume with 'coterie resume {path}'.")
+        print(safe_text(f"Resume with 'coterie resume {path}'."))
 
 
 def _opening(experiment: Experiment) -> str:

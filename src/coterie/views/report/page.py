@@ -93,7 +93,7 @@ def write_report(
     text = report_html(runs, tsne=tsne, situations=situations)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text.encode())
+        write_whole(path, text.encode("utf-8", "replace"))
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
     return path
