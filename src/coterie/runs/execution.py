@@ -76,10 +76,10 @@ def _train(
     everyone, schedule = experiment.federation(), experiment.schedule
     digest = everyone.digest()
     before = None if folder is None else folder.read_object("environment.json")
-    if before is not None and folder is not None and before["digest"] != digest:
+    if before is not None and folder is not None and before.get("digest") != digest:
         raise RunError(f"The data of {folder.path} has changed since the run began; it cannot be resumed.")
     # A resumed run takes the plan it began with, so that sums are taken in the same order.
-    plan = before["plan"] if before is not None and experiment.engine in ("vectorized", "ray") else {}
+    plan = _plan_of(before) if experiment.engine in ("vectorized", "ray") else {}
     chosen = {key: plan[key] for key in _KEPT if key in plan}
     federation, held_out = participants(experiment)
     engine_settings = chosen | experiment.engine_settings
@@ -91,7 +91,7 @@ def _train(
     if folder is not None:
         choice = folder.read_object("artifacts/choose-k.json")
         if choice is not None:
-            engine.notes.append(f"--clusters auto chose K = {choice['recommended']}: {choice['reason']}")
+            engine.notes.append(f"--clusters auto chose K = {choice.get('recommended')}: {choice.get('reason')}")
         folder.write_json("environment.json", environment(engine, digest))
         unseen = [] if held_out is None else list(held_out.names)
         folder.write_json("artifacts/manifest.json", {"seed": schedule.seed, "unseen": unseen, **everyone.manifest()})
@@ -172,18 +172,24 @@ def open_run(path: str | Path, *, trust: bool = False, override: bool = False) -
     if experiment.device.startswith("cuda") and not torch.cuda.is_available():
         experiment = replace(experiment, device="cpu")
     before = folder.read_object("environment.json")
-    if before is None or before["digest"] != experiment.federation().digest():
+    if before is None or before.get("digest") != experiment.federation().digest():
         raise RunError(f"The data of {path} has changed since the run began; it cannot be opened.")
     if checkpoint is None or checkpoint.round != summary["rounds"]:
         raise CheckpointError(" ".join([f"The last checkpoint of {path} is missing or damaged.", *problems[:1]]))
     federation, held_out = participants(experiment)
-    settings = {"precision": before["plan"]["precision"]}
+    settings = {"precision": _plan_of(before).get("precision", "auto")}
     is_here = experiment.engine != "ray"  # to look at a finished run, no workers are started
     name, settings = (experiment.engine, settings | experiment.engine_settings) if is_here else ("vectorized", settings)
     engine = make_engine(name, experiment.task(), federation, experiment.device, settings)
     trainer = Trainer(experiment.algorithm, engine, federation, experiment.schedule, folder)
     trainer.load(checkpoint)
     return Result(trainer, summary, held_out)
+
+
+def _plan_of(environment: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the engine chose when the run began."""
+    plan = (environment or {}).get("plan")
+    return plan if isinstance(plan, dict) else {}
 
 
 def environment(engine: Engine, digest: str) -> dict[str, Any]:

@@ -67,6 +67,8 @@ class RunFolder(Files):
                 path.mkdir()
                 break
             except OSError as error:
+                if _is_left_over(path):
+                    break  # of a process that was killed before it wrote the settings
                 if not root.is_dir() or not isinstance(error, FileExistsError):
                     where = path if root.is_dir() else root
                     raise StorageError(f"The folder {where} cannot be created: {reason(error)}.") from error
@@ -76,14 +78,18 @@ class RunFolder(Files):
                     kind = "already exists" if is_run else "exists and is not a run folder"
                     raise RunError(f"{path} {kind}. {resume} another --name.") from error
         folder = cls(path)
-        folder.is_new = True
+        folder.is_new = not (path / ".lock").exists()
         try:
             folder.lock()
-            (path / "artifacts").mkdir()
+            folder.is_new = True
+            (path / "artifacts").mkdir(exist_ok=True)
             folder.write_text("config.toml", to_toml({"schema": SCHEMA, **config}))
-        except OSError as error:
+        except (OSError, RunError) as error:
+            if not folder.is_new:  # another process has just begun to create it
+                raise
             folder.discard()
-            raise StorageError(f"{path} cannot be written: {reason(error.__cause__ or error)}.") from error
+            why = reason(error.__cause__ or error)
+            raise StorageError(f"{path} cannot be written: {why}. Free some space, or choose another --out.") from error
         return folder
 
     @classmethod
@@ -167,7 +173,10 @@ class RunFolder(Files):
             raise RunError(f"{self.path / 'rounds.jsonl'} is shorter than the checkpoint says: lines were removed.")
         if handle is not None:
             with os.fdopen(handle, "r+b") as lines:
-                lines.truncate(length)
+                try:
+                    lines.truncate(length)
+                except OSError as error:
+                    raise self._refused("rounds.jsonl", error) from error
 
     def write_text(self, name: str, text: str) -> None:
         self._write_bytes(name, text.encode())
@@ -285,6 +294,16 @@ class RunFolder(Files):
         found = (re.fullmatch(r"round-([0-9]{6,9})", path.name) for path in home.glob("round-*") if path.is_dir())
         rounds = sorted(int(match[1]) for match in found if match)
         return [round for round in rounds if not (home / _folder_name(round)).is_symlink()]
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether a folder holds no more than `create` makes before the settings."""
+    try:
+        inside = {entry.name for entry in os.scandir(path)}
+        is_started = ".lock" in inside and inside <= {".lock", "artifacts", ".config.toml.tmp"}
+        return is_started and not any((path / "artifacts").glob("*"))
+    except OSError:
+        return False
 
 
 def _folder_name(round: int) -> str:

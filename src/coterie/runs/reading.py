@@ -222,13 +222,18 @@ def _assembled(head: RunData, rows: list[Any], parts: Mapping[str, Any], where: 
     labels = checks.integers(parts.get("labels"), (None, count))
     if labels is None and count and isinstance(parts.get("labels"), np.ndarray):
         head.problems.append(f"labels.npy has shape {parts['labels'].shape}, but there are {count} clients.")
+    columns = checks.columns_of(rows, where)
+    most = max([count, *map(len, columns["sizes"])])
+    if labels is not None and labels.size and not -1 <= labels.min() <= labels.max() < most:
+        head.problems.append(f"labels.npy has a cluster {labels.max()}, but there are at most {most}.")
+        labels = None
     sketch, sketched = (
         checks.floats(sketches.get("sketch"), (count, None)),
         checks.integers(sketches.get("round"), (count,)),
     )
     return replace(
         head,
-        **checks.columns_of(rows, where),
+        **columns,
         names=names,
         labels=labels,
         groups=checks.integers(clients.get("group"), (count,)),
