@@ -21,6 +21,8 @@ from torch import Tensor
 from coterie.errors import ConfigError, DataError, UnknownName
 from coterie.randomness import Rng
 
+MOST_CLASSES = 100_000
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -53,12 +55,17 @@ class Dataset:
             raise DataError(f"{self.name} has no samples.")
         for column in ("is_train", "user", "group"):
             values = getattr(self, column)
-            if values is not None and len(values) != len(self.x):
-                raise DataError(f"{self.name}: {len(self.x)} samples but {len(values)} entries in '{column}'.")
+            if values is not None and values.shape != (len(self.x),):
+                raise DataError(f"{self.name}: {len(self.x)} samples but '{column}' of shape {values.shape}.")
         if self.x.is_floating_point() and not bool(torch.isfinite(self.x).all()):
             raise DataError(f"{self.name}: x has NaN or infinite values; remove them before training.")
         if self.num_classes and int(self.y.min()) < 0:
             raise DataError(f"{self.name}: labels must be 0 or larger. Got {int(self.y.min())} instead.")
+        if self.num_classes > MOST_CLASSES:
+            raise DataError(
+                f"{self.name}: class numbers must be below {MOST_CLASSES:,}, as the network has an output for each. "
+                f"Got {self.num_classes - 1:,} instead."
+            )
         if self.num_classes and int(self.y.max()) >= self.num_classes:
             raise DataError(
                 f"{self.name}: labels must be less than the number of classes, {self.num_classes}. "

@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from coterie.data.dataset import Dataset, Preset, Source, register_source
-from coterie.data.readers._files import DAMAGED, indexed
+from coterie.data.readers._arrays import UNREADABLE, check_archive
+from coterie.data.readers._files import indexed
 from coterie.errors import DataError
 from coterie.randomness import Rng
 from coterie.settings import setting
 
 _COLUMNS = ("x", "y", "user", "is_train")
-_DAMAGED = (*DAMAGED, ValueError, zipfile.BadZipFile)
 
 
 @register_source
@@ -63,7 +63,7 @@ def read_npz(path: Path, *, groups: tuple[str, ...] = ("group",)) -> Dataset:
         group = next(iter(_read(arrays, groups, path).values()), None)
     x, mean, std = _samples(columns.pop("x"), path)
     y, num_classes = _labels(columns["y"], path)
-    user, names = _users(columns.get("user"))
+    user, names = _users(columns.get("user"), path)
     return Dataset(
         path.stem,
         x,
@@ -72,7 +72,7 @@ def read_npz(path: Path, *, groups: tuple[str, ...] = ("group",)) -> Dataset:
         is_train=_flags(columns.get("is_train"), path),
         user=user,
         user_names=names,
-        group=_users(group)[0],
+        group=_users(group, path)[0],
         mean=mean,
         std=std,
     )
@@ -90,15 +90,19 @@ def _read(arrays: Any, names: tuple[str, ...], path: Path) -> dict[str, NDArray[
     if missing:
         found = ", ".join(arrays.files) or "nothing"
         raise DataError(f"{path} has no array '{missing[0]}' (found: {found}); save x and y with numpy.savez.")
+    wanted = [name for name in names if name in arrays.files]
     try:
-        return {name: arrays[name] for name in names if name in arrays.files}
-    except _DAMAGED as error:
+        with path.open("rb") as file:
+            check_archive(file, names=wanted)
+        return {name: arrays[name] for name in wanted}
+    except UNREADABLE as error:
         raise DataError(f"{path} is damaged or contains Python objects: {error}.") from error
 
 
 def _open(path: Path) -> Any:
-    if not path.exists():
-        raise DataError(f"There is no file {path}; check the path.")
+    if not path.is_file():
+        kind = "is not a file" if path.exists() else "does not exist"
+        raise DataError(f"{path} {kind}; check the path.")
     try:
         with path.open("rb") as file:  # checked first: numpy leaves damaged archives open
             start = file.read(6)
@@ -107,7 +111,7 @@ def _open(path: Path) -> Any:
             if start.startswith(b"PK") and not zipfile.is_zipfile(file):
                 raise zipfile.BadZipFile("the archive is truncated")
         arrays = np.load(path, allow_pickle=False)
-    except _DAMAGED as error:
+    except UNREADABLE as error:
         raise DataError(f"{path} is not a readable .npz file: {error}.") from error
     if not hasattr(arrays, "files"):
         raise DataError(f"{path} is a single array; save x and y together with numpy.savez.")
@@ -142,13 +146,23 @@ def _labels(y: NDArray[Any], path: Path) -> tuple[torch.Tensor, int]:
     raise DataError(f"{path}: y must contain integer classes or float targets. Got {y.dtype} instead.")
 
 
-def _users(column: NDArray[Any] | None) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
-    return (None, ()) if column is None else indexed(column)
+def _users(column: NDArray[Any] | None, path: Path) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
+    if column is None:
+        return None, ()
+    if column.ndim != 1:
+        raise DataError(f"{path}: user and group must have one entry per sample. Got shape {column.shape} instead.")
+    index, names = indexed(column)
+    for name in names:
+        if any("\ud800" <= sign <= "\udfff" for sign in name):
+            raise DataError(f"{path}: the name {name!r} has characters that are no text; save it in Unicode.")
+    return index, names
 
 
 def _flags(column: NDArray[Any] | None, path: Path) -> NDArray[np.bool_] | None:
     if column is None:
         return None
+    if column.ndim != 1:
+        raise DataError(f"{path}: is_train must have one entry per sample. Got shape {column.shape} instead.")
     if column.dtype.kind not in "biu":
         raise DataError(f"{path}: is_train must contain booleans. Got {column.dtype} instead.")
     return column.astype(bool)
