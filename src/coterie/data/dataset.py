@@ -51,12 +51,15 @@ class Dataset:
         """Raise DataError if the samples are unusable; return self."""
         if len(self.x) != len(self.y):
             raise DataError(f"{self.name}: {len(self.x)} samples but {len(self.y)} labels.")
+        if len(self.x) and not (self.x[0].numel() and self.y[0].numel()):
+            shapes = f"{self.input_shape} and targets of shape {tuple(self.y.shape[1:])}"
+            raise DataError(f"{self.name}: samples of shape {shapes} have no values.")
         if not len(self.x):
             raise DataError(f"{self.name} has no samples.")
         for column in ("is_train", "user", "group"):
             values = getattr(self, column)
-            if values is not None and values.shape != (len(self.x),):
-                raise DataError(f"{self.name}: {len(self.x)} samples but '{column}' of shape {values.shape}.")
+            if values is not None and len(values) != len(self.x):
+                raise DataError(f"{self.name}: {len(self.x)} samples but {len(values)} entries in '{column}'.")
         if self.x.is_floating_point() and not bool(torch.isfinite(self.x).all()):
             raise DataError(f"{self.name}: x has NaN or infinite values; remove them before training.")
         if self.num_classes and int(self.y.min()) < 0:

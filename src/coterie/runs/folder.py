@@ -29,7 +29,7 @@ import safetensors.torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.errors import CheckpointError, RunError, StorageError
+from coterie.errors import CheckpointError, ConfigError, RunError, StorageError
 from coterie.runs.files import SCHEMA, Files, birth_of, reason
 from coterie.trust import write_whole
 
@@ -60,6 +60,12 @@ class RunFolder(Files):
     @classmethod
     def create(cls, root: Path, name: str | None, default_name: str, config: Mapping[str, Any]) -> RunFolder:
         """Create a folder. A name must be free; a default name gets the next free number."""
+        settings = to_toml({"schema": SCHEMA, **config})
+        try:
+            settings.encode()
+        except UnicodeEncodeError as error:
+            odd = settings[max(0, error.start - 20) : error.end]
+            raise ConfigError(f"The settings have characters that are no text, in {odd!r}; write them anew.") from error
         for number in itertools.count(1):
             path = root / (name or (default_name if number == 1 else f"{default_name}-{number}"))
             try:
@@ -83,7 +89,7 @@ class RunFolder(Files):
             folder.lock()
             folder.is_new = True
             (path / "artifacts").mkdir(exist_ok=True)
-            folder.write_text("config.toml", to_toml({"schema": SCHEMA, **config}))
+            folder.write_text("config.toml", settings)
         except (OSError, RunError) as error:
             if not folder.is_new:  # another process has just begun to create it
                 raise

@@ -100,9 +100,10 @@ def _read(arrays: Any, names: tuple[str, ...], path: Path) -> dict[str, NDArray[
 
 
 def _open(path: Path) -> Any:
-    if not path.is_file():
-        kind = "is not a file" if path.exists() else "does not exist"
-        raise DataError(f"{path} {kind}; check the path.")
+    if not path.exists():
+        raise DataError(f"There is no file {path}; check the path.")
+    if not path.is_file() and not path.is_dir():  # reading a pipe would never end
+        raise DataError(f"{path} is not a regular file; check the path.")
     try:
         with path.open("rb") as file:  # checked first: numpy leaves damaged archives open
             start = file.read(6)
