@@ -131,6 +131,9 @@ class Files:
             raise RunError(f"{self.path} has schema {schema}; this coterie reads up to {SCHEMA}. Use a newer coterie.")
         if not isinstance(found.get("run"), dict):
             raise RunError(f"{path} is damaged: it has no table [run].")
+        for name, table in found.items():
+            if name != "schema" and not isinstance(table, dict):
+                raise RunError(f"{path} is damaged: {reason(ValueError(name))} is not a table.")
         return found
 
     def rows(self) -> list[dict[str, Any]]:
