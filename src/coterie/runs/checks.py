@@ -88,6 +88,9 @@ def check_checkpoint(
     """Raise unless a checkpoint has all parts of a run with this many clients, in their types and shapes."""
     try:
         _is(plain, state=dict, ledger=dict, failures=list, score_rounds=list, seconds=dict, notes=list, rows_bytes=int)
+        _is(plain["state"], repairs=list, decisions=list)
+        if not all(isinstance(entry, dict) for entry in (*plain["state"]["repairs"], *plain["state"]["decisions"])):
+            raise ValueError("a repair or decision is not one")
         if plain.get("round") != round or not 0 <= plain["rows_bytes"] < 1 << 53:
             raise ValueError("it is of another round")
         _is(plain["seconds"], start=_NUMBER, train=_NUMBER, server=_NUMBER, evaluate=_NUMBER)

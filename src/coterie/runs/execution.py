@@ -15,8 +15,8 @@ import torch
 from coterie.data.federation import Federation
 from coterie.engines import make_engine
 from coterie.engines.base import Engine
-from coterie.errors import CheckpointError, Interrupted, RunError, StorageError
-from coterie.runs.checks import check_settings
+from coterie.errors import CheckpointError, CoterieError, Interrupted, RunError, StorageError
+from coterie.runs.checks import check_settings, unfit
 from coterie.runs.experiment import Experiment, resolve
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Trainer, attack_of
@@ -114,8 +114,13 @@ def _train(
             "model": experiment.model_name,
         }
         result.summary = finish(trainer, head, folder, experiment.engine, digest, newcomers)
-    except BaseException:
+    except BaseException as error:
         observers.end(None)
+        is_first = checkpoint is not None and trainer.progress.round <= checkpoint.round + 1
+        if is_first and isinstance(error, Exception) and not isinstance(error, (CoterieError, OSError, MemoryError)):
+            assert folder is not None
+            assert checkpoint is not None
+            raise unfit(folder.path, checkpoint.round, error) from error  # the first use of what was stored
         raise
     observers.end(result.summary)
     return result

@@ -22,7 +22,7 @@ from coterie.client.steps import adapt_and_evaluate, evaluate, evaluate_privatel
 from coterie.data.federation import Federation
 from coterie.engines.attacks import Attack
 from coterie.engines.base import Engine, Failure, Request
-from coterie.errors import ConfigError, CoterieError, Interrupted, RunError
+from coterie.errors import ConfigError, Interrupted, RunError
 from coterie.methods.base import Algorithm, Personal
 from coterie.randomness import Rng
 from coterie.runs.checks import check_checkpoint, plain_settings, unfit
@@ -88,7 +88,6 @@ class Trainer:
         self._settings = {} if folder is None else plain_settings(folder.config())
         self.progress = Progress()
         self.state: Any = None
-        self._restored: int | None = None  # the round of the checkpoint
         self._pending: Pending | None = None
         self._observer = Several([observer])
         self._should_stop = should_stop
@@ -105,7 +104,7 @@ class Trainer:
         if self.state is None:
             self._start()
         while self.progress.round < self.schedule.rounds and not self.algorithm.should_stop(self.state):
-            self._next_round()
+            self._round(self.progress.round + 1)
             if self._should_stop():
                 self._report(self._complete())
                 self._save()
@@ -116,14 +115,6 @@ class Trainer:
             arrays = self.method_exhibits()
             if arrays:
                 self.folder.write_arrays("artifacts/method.npz", arrays)
-
-    def _next_round(self) -> None:
-        try:
-            self._round(self.progress.round + 1)
-        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
-            if self.folder is None or self._restored != self.progress.round or isinstance(error, CoterieError):
-                raise
-            raise unfit(self.folder.path, self._restored, error) from error  # the first round with a stored state
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -411,7 +402,6 @@ class Trainer:
             return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
         self._check_fit(checkpoint)
-        self._restored = checkpoint.round
         self.engine.begin(checkpoint.round, "round")
         try:
             self.state = self.algorithm.state_type.restore(under("state."), plain["state"], self.engine.device)
