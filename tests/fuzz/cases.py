@@ -334,10 +334,11 @@ def folders(rng: random.Random, folder: Path) -> None:
     for _ in range(rng.randrange(1, 3)):
         file = rng.choice(files)
         act = rng.random()
-        if not file.exists() or file.is_symlink() or not file.is_file():
+        if file.is_symlink() or not file.is_file() or file.stat().st_nlink > 1:  # replaced before
             continue
         if act < 0.35 and file.suffix in (".json", ".jsonl"):
-            lines = file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
+            text = file.read_text(errors="replace")
+            lines = text.splitlines() if file.suffix == ".jsonl" else [text]
             with contextlib.suppress(ValueError):
                 place = rng.randrange(len(lines))
                 lines[place] = json.dumps(changed(rng, json.loads(lines[place])))
