@@ -136,3 +136,27 @@ def test_the_list_knows_written_results(command: Command, suite: str):
 
 def test_a_suite_must_be_named(command: Command):
     assert command("reproduce").error == "Name a suite, or 'all'; 'coterie reproduce --list' lists them."
+
+
+def test_figures_are_named_in_what_is_written(command: Command, suite: str):
+    text = Path(suite).read_text()
+    Path(suite).write_text(f'figures = ["coterie.reproduce.figures:accuracy_by_round"]\n{text}')
+    done = command("reproduce", suite, "--write", "docs", "--seeds", "1", "-r", "Global")
+    assert done.code == 0
+    assert json.loads(Path("docs/tiny/result.json").read_text())["figures"] == ["accuracy-by-round.png"]
+    assert "![accuracy by round](accuracy-by-round.png)" in Path("docs/tiny/table.md").read_text()
+    assert Path("docs/tiny/accuracy-by-round.png").is_file()
+    Path(suite).write_text(f'figures = ["coterie.reproduce.figures:features"]\n{text}')
+    failed = command("reproduce", suite, "--write", "docs", "--seeds", "1", "-r", "Global")  # the models are gone
+    assert failed.code == 0
+    assert "no figures of tiny: " in failed.err
+    assert json.loads(Path("docs/tiny/result.json").read_text())["figures"] == []
+
+
+def test_the_leaderboard_is_written_beside_the_results(command: Command, suite: str):
+    command("reproduce", suite, "--write", "docs/results/own", "--seeds", "1", "-r", "Global", "-c", "all")
+    done = command("reproduce", "--leaderboard")
+    assert done.code == 0
+    assert "written: docs/results/leaderboard.html" in done.out.replace("\n", "")
+    assert "fedavg" in Path("docs/results/leaderboard.html").read_text()
+    assert command("reproduce", "--leaderboard", "--results", "nowhere").error.startswith("nowhere has no results.")

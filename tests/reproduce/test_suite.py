@@ -15,9 +15,12 @@ from coterie.reproduce.outcome import measure
 from coterie.reproduce.suite import FOLDER, Suite, cases_of, find_suites, read_suite, settings_of, suite_names
 
 EVERY = {suite.name: suite for suite in find_suites(["all"])}
+TABLES = [name for name in EVERY if "/figures" not in name]
+FIGURES = {"labels", "alpha", "bytes", "indicators", "active-writers-mnist", "features-mnist", "features-cifar10"}
 EXPECTED = {f"md_icfl/table{n}" for n in range(1, 7)}
 EXPECTED |= {f"feddsmic/table{n}-{d}" for n in (2, 3) for d in ("mnist", "emnist", "femnist", "cifar10", "cifar100")}
 EXPECTED |= {"fesem/table2-writers-mnist", "fesem/table2-femnist", "fesem/table3-celeba200", "fesem/table3-fedceleba"}
+EXPECTED |= {"md_icfl/figures", *(f"feddsmic/figures-{name}" for name in FIGURES)}
 EXPECTED |= {"corn/mnist", "flux/mnist", "flux/cifar10", "ifca/rotated-mnist", "cfl/rotated"}
 
 
@@ -25,7 +28,7 @@ def no_count(case: object) -> int:
     raise AssertionError("no groups to count here")
 
 
-def test_every_table_is_there_and_part_of_the_package():
+def test_every_table_and_figure_is_there_and_part_of_the_package():
     assert set(suite_names()) >= EXPECTED
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["coterie"]
@@ -41,14 +44,20 @@ def test_a_shipped_suite_asks_for_settings_that_exist(name: str):
     cases = cases_of(suite, spots, lambda case: 3)
     assert [case.place for case in cases] == [spot.place for spot in spots]
     assert len({repr(case.tables) for case in cases}) == len(cases)  # equal settings would be run once
-    assert [measure(metric).label for metric in suite.metrics]
+    assert all(measure(metric).label for metric in suite.metrics)
+    assert suite.metrics or suite.figures
     assert set(suite.data) <= {source.stem for source in stored_sources()}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_last_row_of_a_table_is_coterie_which_is_not_told_k(name: str):
+    suite = EVERY[name]
     assert suite.rows[-1].label == "coterie"
     assert not any(suite.rows[-1].published.values())
     assert "num_clusters" not in settings_of(suite, suite.rows[-1], suite.columns[-1])["algorithm"]
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", TABLES)
 def test_methods_with_a_start_have_a_row_as_published_and_one_of_ours(name: str):
     suite = EVERY[name]
     modes: dict[str, set[bool]] = {}

@@ -16,7 +16,7 @@ from coterie.cli.data import FolderFlag
 from coterie.cli.flags import JobsFlag, JsonFlag, QuietFlag
 from coterie.cli.output import RoundProgress, say, stdout, stop_on_ctrl_c, table_of
 from coterie.data.home import data_folder
-from coterie.errors import ConfigError, DataError, Interrupted, MissingExtra, RunsFailed
+from coterie.errors import ConfigError, DataError, Interrupted, MissingExtra, RunError, RunsFailed
 from coterie.reproduce.needs import missing_data, sentence
 from coterie.reproduce.outcome import Result, draw, read_result, read_runs, result_of, tables_of, write
 from coterie.reproduce.suite import ALL, Column, Row, Suite, find_suites, suite_names
@@ -58,7 +58,10 @@ def reproduce(
     write_: Annotated[
         Path | None, typer.Option("--write", help="Also write tables, results and figures to SUITE inside this folder.")
     ] = None,
-    results: Annotated[Path, typer.Option(help="Folder of written results, for --list.")] = RESULTS,
+    leaderboard: Annotated[
+        bool, typer.Option("--leaderboard", help="Write one page of all results in the folder of --results.")
+    ] = False,
+    results: Annotated[Path, typer.Option(help="Folder of written results, for --list and --leaderboard.")] = RESULTS,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -69,6 +72,9 @@ def reproduce(
     """
     if not 0 < scale <= 1:
         raise ConfigError(f"--scale must be a float > 0 and <= 1. Got {scale:g} instead.")
+    if leaderboard:
+        _write_board(results, json_)
+        return
     root = out if scale == 1 else out / f"scale-{scale:g}"
     target = write_ if write_ is None or scale == 1 else write_ / f"scale-{scale:g}"
     suites = find_suites(names or ([ALL] if list_ else []))
@@ -159,11 +165,13 @@ class _Run:
         )
         write(home, result)
         if self.target is not None:
-            write(self.target / suite.name, result)
+            there = self.target / suite.name
+            write(there, result)
             try:
-                draw(suite, result, home, self.target / suite.name)
-            except MissingExtra as error:
+                result["figures"] = [path.name for path in draw(suite, result, home, there)]
+            except (DataError, MissingExtra, RunError) as error:
                 say(f"no figures of {suite.name}: {error}")
+            write(there, result)
         return result
 
     def _run(self, suite: Suite, cases: list[Case], home: Path, loader: Loader) -> dict[str, str]:
@@ -235,6 +243,15 @@ def _print(result: Result) -> None:
         stdout().print(f"{len(result['missing'])} runs are missing; the same command continues.", markup=False)
 
 
+def _write_board(results: Path, json_: bool) -> None:
+    from coterie.reproduce.leaderboard import write_board
+
+    files, problem = write_board(results)
+    if problem:
+        say(f"no figure: {problem}")
+    print(json.dumps([str(path) for path in files]) if json_ else f"written: {', '.join(map(str, files))}")
+
+
 # ---- the list ----
 
 
@@ -264,7 +281,10 @@ def _state(suite: Suite, root: Path, results: Path, folder: Path) -> dict[str, A
     done = sum((root / suite.name / spot.place / "summary.json").exists() for spot in spots)
     here, written = read_result(root / suite.name), read_result(results / suite.name)
     found = [result for result in (here, written) if result is not None]
-    seeds = [max((one["n"] for one in cell["ours"].values()), default=0) for cell in (written or {}).get("cells", [])]
+    seeds = [
+        max((one["n"] for one in cell["ours"].values()), default=int(cell["rounds"] is not None))  # without metrics
+        for cell in (written or {}).get("cells", [])
+    ]
     most = min(len(spots), max(done, sum(seeds) * max(1, len(suite.parts))))
     return {
         "name": suite.name,

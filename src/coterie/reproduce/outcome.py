@@ -26,8 +26,10 @@ result.json, schema 1. Numbers are as the papers print them: accuracies and F1 i
         rounds        of a run, or null
         seconds       {"mean"}: of a run, or null
         clusters      {"mean"}: clusters at the end, or null
+        runs          ["r-0.5/ifca-s0", ...]: the finished runs that it is made of, inside the folder of the suite
     means        means over columns: row, column (the name of the mean), published, ours, difference
     missing      [{"row", "column", "seed"}]: runs that are not there; "part" and "problem" where they are known
+    figures      ["accuracy-by-round.png"]: files beside this one
 
 With parts, a cell is the mean over its parts, seed by seed, and a seed counts once all its parts are there; bytes and
 seconds are sums over the parts.
@@ -149,6 +151,7 @@ def result_of(
         "cells": every,
         "means": [_mean(suite, name, among, row, every) for name, among in suite.means.items() for row in suite.rows],
         "missing": [_missing(spot, found) for spot in spots if spot.place not in found.summaries],
+        "figures": [],
     }
 
 
@@ -162,10 +165,12 @@ def _cell(
 ) -> Result:
     parts: Sequence[Part | None] = suite.parts or (None,)
     runs: list[list[Summary]] = []  # of a seed, by part
+    used: list[str] = []
     for seed in seeds:
         places = [Spot(row, column, part, seed).place for part in parts]
         if row.method is not None and all(place in found.summaries for place in places):
             runs.append([found.summaries[place] for place in places])
+            used += places
     ours = {name: _spread(values) for name in suite.metrics if (values := _values(measure(name), runs))}
     published = dict(row.published[column.name])
     return {
@@ -181,6 +186,7 @@ def _cell(
         "rounds": runs[0][0].get("rounds") if runs else None,
         "seconds": _average([sum(_seconds(one) for one in mine) for mine in runs]),
         "clusters": _average([statistics.fmean(one.get("clusters") or 0 for one in mine) for mine in runs]),
+        "runs": used,
     }
 
 
@@ -372,6 +378,9 @@ def page(result: Result) -> str:
     for table in tables_of(result):
         lines = [[row, *(table.texts.get((row, column), "-") for column in table.columns)] for row in table.rows]
         parts += [f"## {table.title}", markdown_table([["", *table.columns], *lines])]
+    if result["figures"]:
+        shown = [f"![{Path(name).stem.replace('-', ' ')}]({name})" for name in result["figures"]]
+        parts += ["## Figures", *shown]
     costs = [cell for cell in result["cells"] if cell["bytes"] is not None]
     if costs:
         lines = [

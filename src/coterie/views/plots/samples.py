@@ -125,10 +125,15 @@ def pseudo_confusion(run: Any, *, dark: bool = False) -> Figure:
     maps = [predicted[k, k] if witness is None else witness[k] for k in keep]
     judge = "the center itself" if witness is None else "a model trained from scratch"
     title = f"{data.title}: pseudo samples as classified by {judge}"
-    figure, found = panels(len(keep), 2.0, 2.0, (0.6, 0.9, 0.85, 0.55), 0.5, theme, title)
-    for axes, k, values in zip(found, keep, maps, strict=True):
+    return draw_maps(maps, [cluster_name(k) for k in keep], title, theme)
+
+
+def draw_maps(maps: Sequence[NDArray[Any]], names: Sequence[str], title: str, theme: Theme) -> Figure:
+    """Maps [L, L] of mean predictions side by side: intended class by predicted class."""
+    figure, found = panels(len(maps), 2.0, 2.0, (0.6, 0.9, 0.85, 0.55), 0.5, theme, title)
+    for axes, name, values in zip(found, names, maps, strict=True):
         image = axes.imshow(values, cmap=theme.shades, vmin=0, vmax=1, gid="told")
-        axes.set_title(cluster_name(k), fontsize=9)
+        axes.set_title(name, fontsize=9)
         places = spread_evenly(len(values), 10)
         axes.set(xlabel="predicted", ylabel="intended class" if axes is found[0] else "", xticks=places, yticks=places)
     put_colour_bar(figure, image, theme, right=0.7, below=0.55, tall=2.0)

@@ -179,20 +179,23 @@ def save_all(
     written: list[Path] = []
     for stem, draw in jobs:
         with contextlib.suppress(DataError):  # no data for this plot
-            written += _save(draw(), stem)
+            written += save(draw(), stem)
     return written
 
 
-def _save(figure: Figure, stem: Path) -> list[Path]:
+_NO_METADATA: Mapping[str, Mapping[str, None]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
+
+
+def save(figure: Figure, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Write a figure as files of these kinds, without program or time: the same run gives the same bytes."""
     from matplotlib import rc_context
 
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
-        # No metadata about program or time: the same run gives the same bytes.
-        figure.savefig(paths[0], format="png", metadata={"Software": None})
         with rc_context({"svg.hashsalt": "coterie"}):
-            figure.savefig(paths[1], format="svg", metadata={"Date": None, "Creator": None})
+            for path, kind in zip(paths, kinds, strict=True):
+                figure.savefig(path, format=kind, metadata=_NO_METADATA[kind])
     except OSError as error:
         raise StorageError(f"{stem.parent} cannot be written: {error.strerror}.") from error
     return paths

@@ -42,13 +42,14 @@ def json_inside(value: Any) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _hash(text: str) -> str:
+def source_hash(text: str) -> str:
+    """A script or style as a content security policy names it."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
 
 def shell(title: str, body: str, policy: str = "") -> str:
     """A page with its style, which loads only what the policy allows."""
-    rules = f"default-src 'none'; img-src data:; style-src {_hash(static('page.css'))}; {policy}"
+    rules = f"default-src 'none'; img-src data:; style-src {source_hash(static('page.css'))}; {policy}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<meta http-equiv=\"Content-Security-Policy\" content=\"{rules}base-uri 'none'; form-action 'none'\">"
@@ -63,7 +64,7 @@ def report_html(runs: Sequence[RunData], *, tsne: bool = True, situations: Seque
     payload = page_payload(runs, tsne=tsne, situations=situations)
     title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs"
     scripts = [static(name) for name in SCRIPTS]
-    policy = f"script-src {' '.join(_hash(script) for script in scripts)}; "
+    policy = f"script-src {' '.join(source_hash(script) for script in scripts)}; "
     numbers = ""
     for run in payload["runs"]:
         words = ", ".join(f"{name} {value}" for name, value, _ in run["headline"])
