@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: help setup demo pictures test test-slow test-browser test-flower test-ray test-gpu index golden bench bench-check bench-peers check format clean
+.PHONY: help setup demo pictures test test-slow test-browser test-flower test-ray test-fuzz test-gpu index golden bench bench-check bench-peers check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -57,6 +57,9 @@ test-flower: $(READY)  ## run real Flower processes on loopback (installs Flower
 test-ray: $(READY)  ## run real Ray workers on loopback, some of which are killed (installs Ray into .venv)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m pytest -q -m 'ray' tests/engines/ray
+
+test-fuzz: $(READY)  ## try 5,000 seeded cases of hostile input, with limited memory (minutes)
+	$(BIN)/python -m pytest -q -n auto -m 'fuzz' tests/fuzz
 
 test-gpu: $(READY)  ## run the tests that require a GPU (skipped without one)
 	$(BIN)/python -m pytest -q -m 'gpu'

@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 
 # A folder imports from itself and from those before it. docs/architecture.md draws the same order.
-PATH = ("version", "errors", "settings", "randomness")  # the root modules that everything may use
+PATH = ("version", "errors", "settings", "randomness", "trust")  # the root modules that everything may use
 PATH += ("data", "nets", "client", "engines", "methods", "runs", "deploy", "views", "reproduce", "cli")
 PATH += ("api", "__init__", "__main__")  # the end of the path
 

@@ -109,6 +109,10 @@ _flags = [
 run.__signature__ = inspect.Signature([*_own, *_flags], return_annotation=Result)  # type: ignore[attr-defined]
 
 
-def open_run(path: str | Path) -> Result:
-    """A finished run of the command line, from its folder, which is not changed."""
-    return Result.of(execution.open_run(path))
+def open_run(path: str | Path, *, trust: bool = False, override: bool = False) -> Result:
+    """A finished run of the command line, from its folder, which is not changed.
+
+    With `trust`, code that its settings name (`module:callable`) is imported. With `override`, the settings may differ
+    from those that the run was trained with.
+    """
+    return Result.of(execution.open_run(path, trust=trust, override=override))

@@ -13,6 +13,10 @@ import pytest
 import torch
 
 from coterie.cli.main import main
+from coterie.runs.execution import execute
+from coterie.runs.experiment import resolve
+from coterie.runs.folder import RunFolder
+from coterie.runs.settings import merge
 
 TINY = ("--clients", "8", "--rounds", "2", "--epochs", "1")
 
@@ -69,3 +73,13 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
     yield run
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of FedAvg with pictures; to change it, copy it."""
+    head = {"algorithm": "fedavg", "clients": 8, "rounds": 2}
+    experiment = resolve(merge({"run": head, "work": {"epochs": 1}}))
+    folder = RunFolder.create(tmp_path_factory.mktemp("runs"), "x", "x", experiment.tables())
+    execute(experiment, folder)
+    return folder.path

@@ -80,7 +80,7 @@ def test_a_wrong_command_line_is_one_sentence(command: Command, arguments: list[
         (
             OSError(28, "No space left on device", "x/table.json"),
             2,
-            "No space left on device: 'x/table.json'",
+            "x/table.json cannot be used: No space left on device",
         ),
         (BrokenPipeError(), 0, ""),
     ],

@@ -808,7 +808,7 @@ def test_a_process_that_runs_holds_its_folder_and_ctrl_c_stops_it(command: Comma
     assert Path(f"runs/a/checkpoint/round-{done:06d}").is_dir()
     config = Path("runs/a/config.toml")  # 5000 rounds were never meant
     config.write_text(config.read_text().replace("rounds = 5000", f"rounds = {done + 1}"))
-    assert command("resume", "runs/a", "--json").json["rounds"] == done + 1
+    assert command("resume", "runs/a", "--json", "--override").json["rounds"] == done + 1
     assert [row["round"] for row in RunFolder.open(Path("runs/a")).rows()] == list(range(1, done + 2))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from coterie.errors import ConfigError, ModelError, UnknownName
-from coterie.nets.registry import build_model, find_model, import_object, model_settings, models
+from coterie.nets.registry import build_model, find_model, model_settings, models
 from coterie.randomness import Rng
 
 
@@ -135,13 +134,3 @@ def test_a_network_in_a_file_of_the_current_folder(tmp_path, monkeypatch):
         find_model("own_network_file:number")
     with pytest.raises(ConfigError, match="model own_network_file:missing cannot be imported"):
         find_model("own_network_file:missing")
-
-
-@pytest.mark.parametrize("spec", ["no_such_module_here:make", "json:", ":make", ".relative:make"])
-def test_import_errors_are_one_sentence(spec):
-    with pytest.raises(ConfigError, match=f"^model {spec} cannot be imported: "):
-        import_object(spec, "model")
-
-
-def test_import_object():
-    assert import_object("math:pi", "loss") == math.pi

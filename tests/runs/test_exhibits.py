@@ -247,3 +247,26 @@ def test_without_witnesses_there_are_none_and_other_methods_show_nothing(tmp_pat
     path = run("md_icfl", tmp_path, algorithm={"num_clusters": 2, "pseudo_samples": 2, "iterations": 5})
     assert arrays(path, "method").keys() == {"told", "pseudo"}
     assert not (run("fesem", tmp_path) / "artifacts" / "method.npz").exists()
+
+
+def test_a_run_killed_before_its_last_sketches_writes_them_when_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    setup = setup_of(find_algorithm("fedavg")(), schedule=Schedule(rounds=3, checkpoint_every=0.0))
+    whole = run("fedavg", tmp_path / "whole", schedule=setup.schedule)
+    folder = RunFolder.create(tmp_path, "killed", "", setup.tables())
+    write, count = RunFolder.write_arrays, [0]
+
+    def killed(self: RunFolder, name: str, arrays: Any) -> None:
+        count[0] += name == "artifacts/sketches.npz"
+        if count[0] == 3:
+            raise KeyboardInterrupt
+        write(self, name, arrays)
+
+    monkeypatch.setattr(RunFolder, "write_arrays", killed)
+    with pytest.raises(KeyboardInterrupt):
+        execute(setup, folder)
+    monkeypatch.undo()
+    execute(setup, RunFolder.open(folder.path))
+    for name, array in arrays(whole, "sketches").items():
+        np.testing.assert_array_equal(arrays(folder.path, "sketches")[name], array)

@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_locked_is_one_sentence(folder: RunFolder):
     folder.unlock()
     (folder.path / ".lock").unlink()
     (folder.path / ".lock").mkdir()
-    with pytest.raises(StorageError, match="cannot be written: Is a directory"):
+    with pytest.raises(RunError, match=r"\.lock is not a regular file"):
         folder.lock()
 
 
@@ -184,7 +184,7 @@ def test_a_lock_that_is_a_link_is_not_followed(folder: RunFolder, tmp_path: Path
     (tmp_path / "mine").write_text("text")
     (folder.path / ".lock").unlink()
     (folder.path / ".lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(StorageError, match="cannot be written: Too many levels of symbolic links"):
+    with pytest.raises(RunError, match=r"\.lock is a link"):
         folder.lock()
     assert (tmp_path / "mine").read_text() == "text"
 
@@ -461,3 +461,43 @@ def test_saving_a_round_again_replaces_it(folder: RunFolder):
 )
 def test_toml_is_read_back_as_it_was(value: Any):
     assert tomllib.loads(to_toml({"top": value, "table": {"key": value}})) == {"top": value, "table": {"key": value}}
+
+
+# ---- creation ----
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_full_disk_while_it_is_created_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int):
+    """No inode for .lock, or none for the settings."""
+    real, calls = os.open, []
+
+    def full(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_CREAT:
+            calls.append(path)
+            if len(calls) == call:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(
+        StorageError, match=r"a cannot be written: .*No space left.* Free some space, or choose another"
+    ):
+        RunFolder.create(tmp_path, "a", "unused", CONFIG)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("inside", [[".lock"], [".lock", "artifacts"], [".lock", "artifacts", ".config.toml.tmp"]])
+def test_a_folder_whose_process_was_killed_at_once_is_used(tmp_path: Path, inside: list[str]):
+    (tmp_path / "a").mkdir()
+    for name in inside:
+        (tmp_path / "a" / name).mkdir() if name == "artifacts" else (tmp_path / "a" / name).touch()
+    made = RunFolder.create(tmp_path, "a", "unused", CONFIG)
+    made.unlock()
+    assert RunFolder.open(tmp_path / "a").config()["run"] == CONFIG["run"]
+
+
+def test_a_folder_that_is_just_created_by_another_process_is_not_taken(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    with RunFolder(tmp_path / "a").held(), pytest.raises(RunError, match="is in use by another process"):
+        RunFolder.create(tmp_path, "a", "unused", CONFIG)
+    assert (tmp_path / "a" / ".lock").exists()

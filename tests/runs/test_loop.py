@@ -93,7 +93,7 @@ def outcome(path: Path) -> dict[str, Any]:
     return {
         "checkpoint": last.name,
         "tensors": {name: (str(t.dtype), tuple(t.shape), t.numpy().tobytes()) for name, t in tensors.items()},
-        "plain": {k: v for k, v in plain.items() if k not in ("seconds", "rows_bytes", "notes")},
+        "plain": {k: v for k, v in plain.items() if k not in ("seconds", "rows_bytes", "notes", "settings")},
         "rows": timeless([json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]),
         "labels": np.load(path / "labels.npy").tolist(),
         "clients": clients,

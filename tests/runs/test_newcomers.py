@@ -242,8 +242,10 @@ def test_a_run_that_cannot_be_opened_says_why(tmp_path: Path):
     _, path = kept_run(tmp_path)
     config = (path / "config.toml").read_text()
     (path / "config.toml").write_text(config.replace("clients = 12", "clients = 16"))
-    with pytest.raises(RunError, match="has changed since the run began"):
+    with pytest.raises(RunError, match="run.clients was 12 and is 16"):
         open_run(path)
+    with pytest.raises(RunError, match="has changed since the run began"):
+        open_run(path, override=True)
     (path / "config.toml").write_text(config)
     last = sorted((path / "checkpoint").glob("round-*"))[-1]
     whole = (last / "state.json").read_bytes()

@@ -21,6 +21,7 @@ from click.core import ParameterSource
 
 from coterie.runs.settings import TABLES, Tables, apply_set, merge, read_tables
 from coterie.settings import Field, fields_of, listed
+from coterie.trust import check_trust, run_folder_of
 
 Group = type | tuple[Any, ...]  # a settings class, or the class and the names of some of its fields
 Command = Callable[..., None]
@@ -63,6 +64,12 @@ SeedsFlag = Annotated[
     typer.Option("--seeds", metavar="SEEDS", help="Seeds: a count (3 is 0, 1, 2), a range (5-9) or a list (1,4,7)."),
 ]
 JobsFlag = Annotated[int, whole("--jobs", "runs at a time, in as many processes, which take the GPUs in turn", ge=1)]
+TrustFlag = Annotated[
+    bool, typer.Option("--trust", help="Import code, or connect to a cluster, that the settings of a run folder name.")
+]
+OverrideFlag = Annotated[
+    bool, typer.Option("--override", help="Use the settings of the run folder, even if they were changed since.")
+]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 _ConfigFlag = Annotated[Path | None, typer.Option(help="TOML file with the same settings; flags override it.")]
 
@@ -101,6 +108,7 @@ def takes(
                 add(key, Annotated[bool, option] if field.kind is bool else Annotated[str, option], default)
             if config:
                 add("config", _ConfigFlag, None)
+                add("trust", TrustFlag, False)
             add("set_", set_flag, None)
 
         @functools.wraps(function)
@@ -112,9 +120,13 @@ def takes(
                 is_default = context is not None and context.get_parameter_source(key) is ParameterSource.DEFAULT
                 if value is not None and not is_default:
                     flags.setdefault(table, {})[key] = value
-            file = values.pop("config", None)
-            layers = merge(read_tables(file) if file else {}, flags)
-            function(tables=apply_set(layers, values.pop("set_", None) or [], settable), **values)
+            assigned = apply_set({}, values.pop("set_", None) or [], settable)
+            file, trust = values.pop("config", None), values.pop("trust", False) if config else False
+            stored = read_tables(file) if file else {}
+            if file and run_folder_of(file) is not None:  # perhaps somebody else's
+                given = {(table, key) for layer in (flags, assigned) for table in layer for key in layer[table]}
+                check_trust(stored, file, trust, given)
+            function(tables=merge(stored, flags, assigned), **values)
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
-from coterie.cli.output import table_of
+from coterie.cli.output import shown, table_of
 from coterie.runs.batch import SITUATION
 from coterie.runs.comparison import Row, standings_of, total_bytes
 from coterie.runs.metrics import METRICS, Format, Metric
@@ -106,13 +105,13 @@ def _text(value: Any, form: Format | None, several: bool) -> str:
 
 def print_grids(console: Console, grids: Sequence[Grid], title: str) -> None:
     """Print the grids; if the situations do not fit beside each other, they are the rows."""
-    console.print(title, soft_wrap=True, markup=False)
+    console.print(shown(title), soft_wrap=True)
     for grid in grids:
         wide = _lines(grid, is_turned=False)
         needed = sum(max(len(row[i].text) for row in wide) + 3 for i in range(len(wide[0]))) + 1
         lines = wide if needed <= console.width else _lines(grid, is_turned=True)
         heads = [cell.text for cell in lines[0]]
-        cells = [[Text(c.text, style="bold green" if c.is_best else "") for c in row] for row in lines[1:]]
+        cells = [[shown(c.text, "bold green" if c.is_best else "") for c in row] for row in lines[1:]]
         console.print(table_of(grid.title, heads, cells, text=heads[:1]))
 
 

@@ -90,16 +90,31 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
-    except (CoterieError, click.ClickException, OSError) as error:  # OSError: of the disk, not handled elsewhere
-        said = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    except (CoterieError, click.ClickException, OSError, MemoryError) as error:  # not handled elsewhere
+        said = _sentence(error)
         if said.startswith("Usage:"):  # without arguments, the message is the help
             print(said)
         else:
-            _print("[bold red]error:[/] " + said.replace("[", r"\["))
+            _print(said, "error: ")
         sys.exit(error.exit_code if isinstance(error, CoterieError) else 2)
 
 
-def _print(text: str) -> None:
-    from rich.console import Console
+def _sentence(error: Exception) -> str:
+    if isinstance(error, click.ClickException):
+        return error.format_message()
+    if isinstance(error, MemoryError):
+        return "There is not enough memory for this; use fewer clients or a smaller model."
+    if isinstance(error, OSError) and not isinstance(error, CoterieError):
+        where = f"{error.filename} cannot be used" if error.filename is not None else "A file cannot be used"
+        return f"{where}: {error.strerror or error}. Check the path, its permissions and the space on the disk."
+    return str(error)
 
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text)
+
+def _print(text: str, head: str = "") -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from coterie.views.words import safe_text
+
+    line = Text(head, "bold red") + Text(" ".join(safe_text(part) for part in text.splitlines()))
+    Console(stderr=True, highlight=False, soft_wrap=True).print(line)

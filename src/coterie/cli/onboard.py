@@ -11,11 +11,13 @@ from urllib.parse import quote
 
 import typer
 
-from coterie.cli.flags import JsonFlag, RunArgument, takes, whole
+from coterie.cli.flags import JsonFlag, OverrideFlag, RunArgument, TrustFlag, takes, whole
 from coterie.cli.output import say, score_text, stdout, table_of
 from coterie.errors import ConfigError, RunError, StorageError
 from coterie.runs.metrics import METRICS, NUMBER, PERCENT
 from coterie.runs.settings import RunSettings, Tables, merge
+from coterie.trust import write_whole
+from coterie.views.words import safe_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,6 +42,8 @@ def onboard(
     name: Annotated[
         str | None, typer.Option(help="Write to onboard-NAME beside the run; by default the run's name.")
     ] = None,
+    trust: TrustFlag = False,
+    override: OverrideFlag = False,
     json_: JsonFlag = False,
 ) -> None:
     """Add new clients to a finished run. Each is assigned by the run's own rule, adapted and evaluated."""
@@ -49,7 +53,7 @@ def onboard(
     from coterie.runs.experiment import resolve
     from coterie.runs.newcomers import like_the_run
 
-    result = open_run(path)
+    result = open_run(path, trust=trust, override=override)
     run = result.settings["run"]
     # Only the data is needed: FedAvg accepts any number of clients.
     own = {"algorithm": "fedavg", "dataset": dataset, "seed": run["seed"] + 1 if seed is None else seed}
@@ -104,9 +108,7 @@ def _write(folder: Path, result: Result, newcomers: Newcomers) -> dict[str, Any]
         **newcomers.summary(),
         "clients": rows,
     }
-    temporary = folder / ".clients.json.tmp"
-    temporary.write_text(json.dumps(report, indent=2) + "\n")
-    temporary.replace(folder / "clients.json")
+    write_whole(folder / "clients.json", (json.dumps(report, indent=2) + "\n").encode())
     return report
 
 
@@ -134,6 +136,8 @@ def export(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write; by default RUN-WHICH.safetensors.")
     ] = None,
+    trust: TrustFlag = False,
+    override: OverrideFlag = False,
     json_: JsonFlag = False,
 ) -> None:
     """Export one model of a finished run. It is a state_dict (safetensors), to load into your own module.
@@ -146,7 +150,7 @@ def export(
         raise ConfigError("export needs one of --client NAME and --cluster K.")
     from coterie.runs.execution import open_run
 
-    result = open_run(path)
+    result = open_run(path, trust=trust, override=override)
     if client is not None:
         weights, which = result.client_state_dict(client), client
     else:
@@ -168,8 +172,8 @@ def export(
         how = (
             f"coterie.MixtureModel.from_state_dict(module, {load})" if is_mixture else f"module.load_state_dict({load})"
         )
-        print(f"{file}: {len(weights)} tensors; {how}")
-        print(f"inputs: {facts['inputs']}")
+        print(safe_text(f"{file}: {len(weights)} tensors; {how}"))
+        print(safe_text(f"inputs: {facts['inputs']}"))
 
 
 def save_weights(weights: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
@@ -177,10 +181,4 @@ def save_weights(weights: dict[str, Tensor], file: Path, metadata: dict[str, str
     import safetensors.torch
 
     content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()}, metadata)
-    temporary = file.with_name(f".{file.name}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(file)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_whole(file, content)

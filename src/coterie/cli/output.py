@@ -12,11 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, RunError
 from coterie.runs.metrics import METRICS, NUMBER, PERCENT, metrics
 from coterie.runs.observers import Row
 from coterie.views.decisions import kinds_found, legend, sentences
-from coterie.views.words import size_text
+from coterie.views.words import safe_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +39,14 @@ def stderr() -> Console:
 def say(text: str, hidden: bool = False) -> None:
     """Print a line on stderr, unless hidden."""
     if not hidden:
-        stderr().print(text, soft_wrap=True, markup=False)
+        stderr().print(shown(text), soft_wrap=True)
+
+
+def shown(text: str, style: str = "") -> Text:
+    """A text for a console: no markup, and nothing but its line breaks is obeyed."""
+    from rich.text import Text
+
+    return Text("\n".join(map(safe_text, text.split("\n"))), style)
 
 
 def stdout() -> Console:
@@ -65,30 +72,31 @@ def new_folder(path: Path) -> Path:
 
 def table_of(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | Text]], text: Sequence[str] = ()) -> Table:
     """A table; the columns in `text` are on the left, numbers on the right."""
-    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(title), title_justify="left")
+    table = Table(title=shown(title, "table.title"), title_justify="left")
     for head in heads:
         is_name = head in text and head == heads[0]
         table.add_column(
-            head, justify="left" if head in text else "right", style="bold" if is_name else None, overflow="fold"
+            shown(head, "table.header"),
+            justify="left" if head in text else "right",
+            style="bold" if is_name else None,
+            overflow="fold",
         )
     for row in rows:
-        table.add_row(*[escape(cell) if isinstance(cell, str) else cell for cell in row])
+        table.add_row(*[shown(cell) if isinstance(cell, str) else cell for cell in row])
     return table
 
 
 def facts_of(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     """A table of names and values."""
-    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(title), show_header=False, title_justify="left")
+    table = Table(title=shown(title, "table.title"), show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, escape(value))
+        table.add_row(shown(name), shown(value))
     return table
 
 
@@ -127,7 +135,7 @@ class RoundProgress:
     """Shows the progress of a run: a bar in a terminal, some lines elsewhere, nothing when quiet."""
 
     def __init__(self, rounds: int, label: str, quiet: bool, lines: int = 10) -> None:
-        self._rounds, self._label, self._quiet = rounds, label, quiet
+        self._rounds, self._label, self._quiet = rounds, safe_text(label), quiet
         self._every = max(1, rounds // lines) if lines else 0  # without a terminal; 0: no lines
         self._console = stderr()
         self._bar: Progress | None = None
@@ -146,7 +154,7 @@ class RoundProgress:
             )
 
             self._bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=20),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[numbers]}"),
@@ -170,7 +178,8 @@ class RoundProgress:
         if self._bar is not None:
             self._bar.update(self._task, completed=row["round"], numbers=numbers)
         elif not self._quiet and self._every and (row["round"] % self._every == 0 or row["round"] == self._rounds):
-            self._console.print(f"{self._label}: round {row['round']}/{self._rounds}  {numbers}{self._left(row)}")
+            line = f"{self._label}: round {row['round']}/{self._rounds}  {numbers}{self._left(row)}"
+            self._console.print(shown(line))
 
     def _left(self, row: Row) -> str:
         """The estimated time left, from the rounds since the first one shown."""
@@ -218,8 +227,11 @@ def decision_lines(decisions: Sequence[Mapping[str, Any]], clusters: int) -> lis
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The result of a run."""
-    return facts_of(f"{summary['algorithm']} on {summary['dataset']}", _summary_rows(summary))
+    """The result of a run; a RunError if it lacks something, because somebody else may have written it."""
+    try:
+        return facts_of(f"{summary['algorithm']} on {summary['dataset']}", list(_summary_rows(summary)))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise RunError(f"The summary is damaged: {type(error).__name__} {error}.") from error
 
 
 def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -13,6 +13,7 @@ import typer
 from coterie.cli import output
 from coterie.cli.flags import JsonFlag, QuietFlag
 from coterie.errors import ConfigError, RunError
+from coterie.views.words import safe_text
 
 if TYPE_CHECKING:
     from coterie.runs.reading import RunData
@@ -73,7 +74,7 @@ def report(
         return
     size = target.stat().st_size
     more = f" and {len(pictures)} pictures in {png}" if png is not None else ""
-    print(f"{target} ({size / 1e6:.1f} MB, {len(data)} run(s)){more}")
+    print(safe_text(f"{target} ({size / 1e6:.1f} MB, {len(data)} run(s)){more}"))
 
 
 def expand(paths: list[Path]) -> list[Path]:

@@ -8,11 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.flags import JsonFlag, NameFlag, OutFlag, QuietFlag, RunArgument, TrackFlag, takes
+from coterie.cli.flags import (
+    JsonFlag,
+    NameFlag,
+    OutFlag,
+    OverrideFlag,
+    QuietFlag,
+    RunArgument,
+    TrackFlag,
+    TrustFlag,
+    takes,
+)
 from coterie.cli.output import RoundProgress, clock, decision_lines, say, stdout, stop_on_ctrl_c, summary_table
 from coterie.client.settings import WorkSettings
 from coterie.errors import Interrupted, RunError
 from coterie.runs.settings import AUTO, ClusterSettings, RunSettings, Schedule, Tables, merge
+from coterie.trust import check_trust
+from coterie.views.words import safe_text
 
 if TYPE_CHECKING:
     from coterie.runs.choose_k import Choice
@@ -64,7 +76,14 @@ def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Choice | No
     return replace(experiment, data=trial.data), choice
 
 
-def resume(path: RunArgument, track: TrackFlag = None, json_: JsonFlag = False, quiet: QuietFlag = False) -> None:
+def resume(
+    path: RunArgument,
+    track: TrackFlag = None,
+    trust: TrustFlag = False,
+    override: OverrideFlag = False,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
     """Resume a stopped run."""
     from coterie.runs.experiment import resolve
     from coterie.runs.folder import RunFolder
@@ -83,12 +102,18 @@ def resume(path: RunArgument, track: TrackFlag = None, json_: JsonFlag = False, 
         raise RunError(f"{path} is a deployed run; resume it with the run.sh of its app, under the same name.")
     if tables.get("run", {}).get("from_python"):
         raise RunError(f"{path} was started from Python with its own objects; resume it from there.")
+    check_trust(tables, path, trust)
     with folder.held():
-        run_to_end(resolve(tables), folder, json_, quiet, also)
+        run_to_end(resolve(tables), folder, json_, quiet, also, override)
 
 
 def run_to_end(
-    experiment: Experiment, folder: RunFolder, json_: bool, quiet: bool, also: Sequence[Observer] = ()
+    experiment: Experiment,
+    folder: RunFolder,
+    json_: bool,
+    quiet: bool,
+    also: Sequence[Observer] = (),
+    override: bool = False,
 ) -> None:
     """Run or resume with progress and Ctrl-C, and print the result."""
     from coterie.runs.execution import execute
@@ -102,7 +127,7 @@ def run_to_end(
             RoundProgress(experiment.schedule.rounds, experiment.algorithm_name, hidden) as progress,
             stop_on_ctrl_c(hidden) as pressed,
         ):
-            result = execute(experiment, folder, Several([progress, *also]), pressed)
+            result = execute(experiment, folder, Several([progress, *also]), pressed, override=override)
     except (Interrupted, KeyboardInterrupt) as error:
         said = str(error) or "Stopped at once; rounds since the last checkpoint will be repeated."
         raise Interrupted(f"{said} Resume with 'coterie resume {folder.path}'.") from None
@@ -114,7 +139,8 @@ def show(path: RunArgument, json_: JsonFlag = False) -> None:
     from coterie.runs.files import Files
 
     files = Files(path)
-    settings, summary = files.config()["run"], files.summary()
+    files.config()
+    summary = files.summary()
     if summary is not None:
         _print_summary(summary, json_)
         return
@@ -127,17 +153,17 @@ def show(path: RunArgument, json_: JsonFlag = False) -> None:
         progress = {"state": run.state, "seconds_left": run.seconds_left, "rounds_done": len(rows), "last": last}
         print(json.dumps({"path": str(path), "finished": False, **progress}))
         return
-    what = f"{settings['algorithm']} on {settings['dataset']}"
-    print(f"{path}: {what}, not finished: round {len(rows)} of {settings['rounds']}.")
+    what = f"{run.algorithm} on {run.dataset}"
+    print(safe_text(f"{path}: {what}, not finished: round {len(rows)} of {run.planned}."))
     if rows:
-        print(RoundProgress.numbers(rows[-1]))
+        print(safe_text(RoundProgress.numbers(rows[-1])))
         for line in decision_lines(run.decisions, len(run.sizes[-1])):
-            print(line)
+            print(safe_text(line))
     if run.state == "running":
         left = "" if run.seconds_left is None else f", about {clock(run.seconds_left)} left"
         print(f"It is running{left}.")
     else:
-        print(f"Resume with 'coterie resume {path}'.")
+        print(safe_text(f"Resume with 'coterie resume {path}'."))
 
 
 def _opening(experiment: Experiment) -> str:

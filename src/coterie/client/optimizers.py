@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coterie.client.settings import WorkSettings
 from coterie.errors import ConfigError, UnknownName
-from coterie.nets.registry import import_object
+from coterie.trust import import_object
 
 Stack = list[Tensor]  # one tensor [c, *shape] for each parameter
 State = dict[str, Stack]  # of an optimizer, by name

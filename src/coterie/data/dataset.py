@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.data.values import check_finite
+from coterie.data.values import MOST_CLASSES, check_finite
 from coterie.errors import ConfigError, DataError, UnknownName
 from coterie.randomness import Rng
 
@@ -52,6 +52,9 @@ class Dataset:
         """Raise DataError if the samples are unusable; return self."""
         if len(self.x) != len(self.y):
             raise DataError(f"{self.name}: {len(self.x)} samples but {len(self.y)} labels.")
+        if len(self.x) and not (self.x[0].numel() and self.y[0].numel()):
+            shapes = f"{self.input_shape} and targets of shape {tuple(self.y.shape[1:])}"
+            raise DataError(f"{self.name}: samples of shape {shapes} have no values.")
         if not len(self.x):
             raise DataError(f"{self.name} has no samples.")
         for column in ("is_train", "is_valid", "user", "group"):
@@ -61,6 +64,11 @@ class Dataset:
         check_finite(self.x, self.name)
         if self.num_classes and int(self.y.min()) < 0:
             raise DataError(f"{self.name}: labels must be 0 or larger. Got {int(self.y.min())} instead.")
+        if self.num_classes > MOST_CLASSES:
+            raise DataError(
+                f"{self.name}: class numbers must be below {MOST_CLASSES:,}, as the network has an output for each. "
+                f"Got {self.num_classes - 1:,} instead."
+            )
         if self.num_classes and int(self.y.max()) >= self.num_classes:
             raise DataError(
                 f"{self.name}: labels must be less than the number of classes, {self.num_classes}. "

@@ -31,7 +31,9 @@ class Common:
     samples: int | None = setting(
         None, "samples per client, or their mean with quantity; by default all samples are distributed", ge=2
     )
-    alpha: float | None = setting(None, "label skew, a Dirichlet parameter: smaller is stronger; by default none", gt=0)
+    alpha: float | None = setting(
+        None, "label skew, a Dirichlet parameter: smaller is stronger; by default none", gt=0, le=1e9
+    )
     sense: Literal["total", "per_class", "shares"] = setting(
         "total",
         "what alpha means: 'total': a client's label vector ~ Dir(alpha * p) with p uniform, so alpha / L per class "
@@ -39,7 +41,10 @@ class Common:
         "each sample used once (FeSEM)",
     )
     quantity: float | None = setting(
-        None, "size skew: clients' shares ~ Dir(quantity), but not with sense=shares; by default equal sizes", gt=0
+        None,
+        "size skew: clients' shares ~ Dir(quantity), but not with sense=shares; by default equal sizes",
+        gt=0,
+        le=1e9,
     )
     kinds: tuple[float, ...] | None = setting(
         None, "shares of the clients in each group, such as [0.95, 0.05]; by default equal", gt=0

@@ -8,20 +8,25 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from coterie.client.stack import Plan
-from coterie.engines.cache import alone, cache_folder
+from coterie.engines.cache import alone, private_folder, read_own
 from coterie.engines.in_process import InProcessEngine
+from coterie.trust import write_whole
 
 _MARGIN = 1.05  # a preferred plan may be slower than the fastest by this factor
 _STEPS = 3  # per client and measurement
 _SECONDS = 0.3  # per plan; a slower one is measured once
 _CLIENTS = {"cuda": 1024, "cpu": 256}  # at most; a GPU must be full
+
+_MOST_BYTES = 16 << 20  # of the stored measurements
 
 _known: dict[str, dict[str, float]] = {}
 
@@ -45,16 +50,28 @@ def measure(engine: InProcessEngine, candidates: Sequence[Candidate]) -> dict[st
     key = signature(engine, [candidate.name for candidate in candidates])
     if key in _known:
         return _known[key]
-    path = cache_folder() / "plans.json"
-    stored = _read(path)
-    if key not in stored:
-        with alone(path):  # of several processes one measures, and all choose the same plan
-            stored = _read(path)
-            if key not in stored:
-                stored[key] = {c.name: _time(engine, c) for c in candidates}
-                _write(path, stored)
-    _known[key] = stored[key]
-    return stored[key]
+    names = {candidate.name for candidate in candidates}
+    try:
+        path = private_folder() / "plans.json"
+    except OSError as error:
+        engine.notes.append(f"measurements of plans are not kept: {error.strerror}")
+        path = None
+    found = None if path is None else _read(path)[0].get(key)
+    if not _is_good(found, names):
+        with nullcontext() if path is None else alone(path):  # one process measures, and all choose the same plan
+            stored, problem = ({}, None) if path is None else _read(path)
+            found = stored.get(key)
+            if not _is_good(found, names):
+                if problem or found is not None:
+                    engine.notes.append(
+                        f"{path} is ignored: {problem or 'it has other plans'}; plans are measured anew"
+                    )
+                found = {candidate.name: _time(engine, candidate) for candidate in candidates}
+                if path is not None:
+                    _write(path, stored | {key: found})
+    assert found is not None
+    _known[key] = found
+    return _known[key]
 
 
 def _time(engine: InProcessEngine, candidate: Candidate) -> float:
@@ -102,26 +119,36 @@ def signature(engine: InProcessEngine, names: list[str]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _read(path: Path) -> dict[str, dict[str, float]]:
+def _read(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The stored measurements, and what is wrong with the file."""
+    opened = read_own(path, _MOST_BYTES)
+    if opened is None:
+        return {}, "it is not a small file of this user" if os.path.lexists(path) else None
+    os.close(opened[0])
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    good = isinstance(found, dict) and all(
-        isinstance(plans, dict) and plans and all(isinstance(us, int | float) for us in plans.values())
-        for plans in found.values()
+        found = json.loads(opened[1])
+    except (ValueError, RecursionError):
+        found = None
+    return (found, None) if isinstance(found, dict) else ({}, "it is damaged")
+
+
+def _is_good(found: Any, names: Collection[str]) -> bool:
+    """Whether these are microseconds of some of the plans."""
+    return (
+        isinstance(found, dict)
+        and bool(found)
+        and all(name in names and type(us) in (int, float) and 0 <= us < float("inf") for name, us in found.items())
     )
-    return found if good else {}
 
 
-def _write(path: Path, values: dict[str, dict[str, float]]) -> None:
+def _write(path: Path, values: dict[str, Any]) -> None:
     """Write the cache; if the folder is not writable, the next run measures again."""
-    finite = {key: {n: us for n, us in plans.items() if us != float("inf")} for key, plans in values.items()}
+    finite = {
+        key: {name: us for name, us in found.items() if us != float("inf")} if isinstance(found, dict) else found
+        for key, found in values.items()
+    }
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(finite))
-        aside.replace(path)
+        write_whole(path, json.dumps(finite).encode())
 
 
 def _wait(device: torch.device) -> None:

@@ -49,9 +49,9 @@ from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Engine
 from coterie.errors import ConfigError, UnknownName
-from coterie.nets.registry import import_object
 from coterie.randomness import Rng
 from coterie.settings import setting
+from coterie.trust import import_object
 
 
 class Repair(TypedDict):

@@ -6,10 +6,7 @@ A builder takes the shape of one input, the number of outputs, and its settings 
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +15,7 @@ from torch import nn
 
 from coterie.errors import ConfigError, CoterieError, ModelError, UnknownName
 from coterie.randomness import Rng
+from coterie.trust import import_object
 
 Builder = Callable[..., nn.Module]
 
@@ -97,18 +95,6 @@ def find_model(spec: str) -> Builder:
     if not callable(found):
         raise ConfigError(f"model {spec} is not callable; name a class or a function.")
     return found  # type: ignore[no-any-return]
-
-
-def import_object(spec: str, what: str) -> Any:
-    """Import `module:name`; modules in the current folder are found too."""
-    module_name, _, attribute = spec.partition(":")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # the user's code may raise anything
-        raise ConfigError(f"{what} {spec} cannot be imported: {type(error).__name__}: {error}.") from error
 
 
 def model_settings(builder: Builder) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from coterie.engines.settings import settings_class
 from coterie.errors import CoterieError, Interrupted, RunError
 from coterie.runs.execution import execute
 from coterie.runs.experiment import Experiment, resolve
+from coterie.runs.files import Files
 from coterie.runs.folder import RunFolder, to_toml
 from coterie.runs.observers import Listener, Several
 from coterie.runs.processes import context, start_server, usable_cores, without_ctrl_c
@@ -217,7 +218,7 @@ def run_cases(
         alike.setdefault(repr(case.tables), []).append(case)
     waiting: list[Case] = []
     for same in alike.values():
-        summary = RunFolder(root / same[0].place).summary()
+        summary = RunFolder(Files(root).place(same[0].place)).summary()
         if summary is None:
             waiting.append(same[0])
         else:
@@ -259,7 +260,7 @@ def _outcome(
     try:
         experiment = replace(case.experiment, data=loader.federation(case))
         listeners = Several(observers())
-        folder = _folder(root / case.place, case.tables)
+        folder = _folder(Files(root).place(case.place), case.tables)
         return Outcome(case, execute(experiment, folder, listeners, should_stop).summary)
     except Interrupted:
         raise

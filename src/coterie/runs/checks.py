@@ -6,6 +6,7 @@ believe a curve with a gap in it.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import RunError
+from coterie.errors import CheckpointError, RunError
 from coterie.runs.files import reason
 from coterie.runs.metrics import METRICS, QUANTILES, SCORES
 
@@ -31,6 +32,110 @@ FACTS: dict[str, tuple[str, ...]] = {
     **{f"{phase}_bytes": ("bytes", phase) for phase in ("start", "repair")},
     **{f"{phase}_seconds": ("seconds", phase) for phase in ("train", "server", "evaluate")},
 }
+
+
+# ---- settings ----
+
+
+def check_settings(stored: Any, now: Mapping[str, Any], where: object, override: bool) -> None:
+    """Raise if settings are not those of a checkpoint; each difference is named."""
+    if override or not isinstance(stored, dict):
+        return
+    before, after = (
+        {(name, key): value for name, table in found.items() for key, value in _items(table)}
+        for found in (stored, plain_settings(now))
+    )
+    told = [
+        f"{table}.{key} was {_shown(before, (table, key))} and is {_shown(after, (table, key))}"
+        for table, key in sorted({*before, *after})
+        if before.get((table, key), ...) != after.get((table, key), ...)
+    ]
+    if told:
+        raise RunError(
+            f"The settings of {where} were changed since its last checkpoint: {'; '.join(told)}. Restore them, or say "
+            "--override (in Python override=True) to use the new ones."
+        )
+
+
+def plain_settings(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as a checkpoint stores them, in JSON."""
+    found: dict[str, Any] = json.loads(json.dumps(tables, default=str))
+    return found
+
+
+def _items(table: Any) -> Iterable[tuple[str, Any]]:
+    return table.items() if isinstance(table, dict) else ()  # the schema is no table
+
+
+def _shown(values: Mapping[tuple[str, str], Any], place: tuple[str, str]) -> str:
+    return repr(values[place])[:80] if place in values else "missing"
+
+
+# ---- checkpoints ----
+
+
+def unfit(where: object, round: int, why: object) -> CheckpointError:
+    """The error of a checkpoint that is intact, but not one of this run."""
+    return CheckpointError(
+        f"The checkpoint of round {round} in {where} does not fit the run ({str(why)[:200]}). Remove its folder to go "
+        "back to the one before."
+    )
+
+
+def check_checkpoint(
+    tensors: Mapping[str, Any], plain: Mapping[str, Any], round: int, clients: int, where: object
+) -> None:
+    """Raise unless a checkpoint has all parts of a run with this many clients, in their types and shapes."""
+    try:
+        _is(plain, state=dict, ledger=dict, failures=list, score_rounds=list, seconds=dict, notes=list, rows_bytes=int)
+        _is(plain["state"], repairs=list, decisions=list)
+        if not all(isinstance(entry, dict) for entry in (*plain["state"]["repairs"], *plain["state"]["decisions"])):
+            raise ValueError("a repair or decision is not one")
+        if plain.get("round") != round or not 0 <= plain["rows_bytes"] < 1 << 53:
+            raise ValueError("it is of another round")
+        _is(plain["seconds"], start=_NUMBER, train=_NUMBER, server=_NUMBER, evaluate=_NUMBER)
+        for entry in plain["ledger"].values():
+            if not isinstance(entry, dict) or not all(type(count) is int for count in entry.values()):
+                raise ValueError("the ledger is not of numbers")
+        for failure in plain["failures"]:
+            if not isinstance(failure, dict) or set(failure) != {"round", "client", "step", "reason"}:
+                raise ValueError("a failure is not one")
+        if not all(isinstance(note, str) for note in plain["notes"]):
+            raise ValueError("a note is not a text")
+        if not all(_is_count(number) for number in plain["score_rounds"]):
+            raise ValueError("score_rounds are not numbers")
+        if plain.get("pending") is not None:
+            _is(plain["pending"], round=int, cohort=int, failures=int, seconds=dict)
+        labels = tensors.get("history.labels")
+        if labels is None or labels.dim() != 2 or str(labels.dtype) != "torch.int64":
+            raise ValueError("history.labels is not a table of labels")
+        if labels.shape[0] != round + 1 or labels.shape[1] > clients:
+            raise ValueError(f"history.labels has shape {tuple(labels.shape)}")
+        if labels.numel() and not -1 <= int(labels.min()) <= int(labels.max()) < clients:
+            raise ValueError("history.labels are out of range")
+        if tuple(getattr(tensors.get("state.labels"), "shape", ())) != (labels.shape[1],):
+            raise ValueError("state.labels has another number of clients")
+        for name, table in tensors.items():
+            if name.startswith("history.scores.") and (
+                table.dim() != 2 or table.shape[0] != len(plain["score_rounds"]) or table.shape[1] != labels.shape[1]
+            ):
+                raise ValueError(f"{name} has shape {tuple(table.shape)}")
+            if name.startswith("memory.") and (not table.dim() or len(table) > clients):
+                raise ValueError(f"{name} has shape {tuple(table.shape)}")
+        if plain["score_rounds"] and "history.scores.samples" not in tensors:
+            raise ValueError("history.scores.samples is missing")
+    except (ValueError, TypeError) as error:
+        raise unfit(where, round, error) from error
+
+
+_NUMBER = (int, float)
+
+
+def _is(values: Any, **kinds: Any) -> None:
+    """Raise ValueError unless these entries have these types."""
+    for name, kind in kinds.items():
+        if not isinstance(values, Mapping) or not isinstance(values.get(name), kind) or values[name] is True:
+            raise ValueError(f"{name} is missing or of another type")
 
 
 # ---- rows of rounds ----

@@ -15,7 +15,8 @@ import torch
 from coterie.data.federation import Federation
 from coterie.engines import make_engine
 from coterie.engines.base import Engine
-from coterie.errors import CheckpointError, Interrupted, RunError, StorageError
+from coterie.errors import CheckpointError, CoterieError, Interrupted, RunError, StorageError
+from coterie.runs.checks import check_settings, unfit
 from coterie.runs.divergence import large_features
 from coterie.runs.experiment import Experiment, resolve
 from coterie.runs.folder import RunFolder
@@ -24,6 +25,7 @@ from coterie.runs.newcomers import Newcomers, split_unseen
 from coterie.runs.observers import Listener, RunInfo, Several
 from coterie.runs.result import Result
 from coterie.settings import check
+from coterie.trust import check_trust
 from coterie.version import VERSION
 
 _KEPT = ("chunk", "memory", "precision", "plan", "piece", "workers", "cpus")  # of the plan, by a resumed run
@@ -34,13 +36,18 @@ def execute(
     folder: RunFolder | None = None,
     observer: Listener | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    *,
+    override: bool = False,
 ) -> Result:
-    """Run to the end, from the start or from the last intact checkpoint in the folder."""
+    """Run to the end, from the start or from the last intact checkpoint in the folder.
+
+    `override`: the settings may differ from those of the checkpoint.
+    """
     if folder is None:
-        return _train(experiment, None, observer, should_stop)
+        return _train(experiment, None, observer, should_stop, override)
     with folder.held():
         try:
-            return _train(experiment, folder, observer, should_stop)
+            return _train(experiment, folder, observer, should_stop, override)
         except (StorageError, Interrupted):
             raise  # it can be resumed
         except Exception:
@@ -60,16 +67,20 @@ def _train(
     folder: RunFolder | None,
     observer: Listener | None,
     should_stop: Callable[[], bool],
+    override: bool,
 ) -> Result:
     check(experiment.work)
+    checkpoint, problems = (None, []) if folder is None else folder.load_checkpoint()
+    if folder is not None and checkpoint is not None:
+        check_settings(checkpoint.plain.get("settings"), folder.config(), folder.path, override)
     experiment = experiment.loaded()
     everyone, schedule = experiment.federation(), experiment.schedule
     digest = everyone.digest()
     before = None if folder is None else folder.read_object("environment.json")
-    if before is not None and folder is not None and before["digest"] != digest:
+    if before is not None and folder is not None and before.get("digest") != digest:
         raise RunError(f"The data of {folder.path} has changed since the run began; it cannot be resumed.")
     # A resumed run takes the plan it began with, so that sums are taken in the same order.
-    plan = before["plan"] if before is not None and experiment.engine in ("vectorized", "ray") else {}
+    plan = _plan_of(before) if experiment.engine in ("vectorized", "ray") else {}
     chosen = {key: plan[key] for key in _KEPT if key in plan}
     federation, held_out = participants(experiment)
     engine_settings = chosen | experiment.engine_settings
@@ -83,11 +94,10 @@ def _train(
     if folder is not None:
         choice = folder.read_object("artifacts/choose-k.json")
         if choice is not None:
-            engine.notes.append(f"--clusters auto chose K = {choice['recommended']}: {choice['reason']}")
+            engine.notes.append(f"--clusters auto chose K = {choice.get('recommended')}: {choice.get('reason')}")
         folder.write_json("environment.json", environment(engine, digest))
         unseen = [] if held_out is None else list(held_out.names)
         folder.write_json("artifacts/manifest.json", {"seed": schedule.seed, "unseen": unseen, **everyone.manifest()})
-        checkpoint, problems = folder.load_checkpoint()
         engine.notes += problems
         if checkpoint is not None:
             trainer.restore(checkpoint)
@@ -108,8 +118,13 @@ def _train(
             "inputs": everyone.scaling,
         }
         result.summary = finish(trainer, head, folder, experiment.engine, digest, newcomers)
-    except BaseException:
+    except BaseException as error:
         observers.end(None)
+        is_first = checkpoint is not None and trainer.progress.round <= checkpoint.round + 1
+        if is_first and isinstance(error, Exception) and not isinstance(error, (CoterieError, OSError, MemoryError)):
+            assert folder is not None
+            assert checkpoint is not None
+            raise unfit(folder.path, checkpoint.round, error) from error  # the first use of what was stored
         raise
     observers.end(result.summary)
     return result
@@ -143,8 +158,11 @@ def finish(
     return summary
 
 
-def open_run(path: str | Path) -> Result:
-    """A finished run of the command line, from its folder, which is not changed."""
+def open_run(path: str | Path, *, trust: bool = False, override: bool = False) -> Result:
+    """A finished run of the command line, from its folder, which is not changed.
+
+    `trust`: see `check_trust`. `override`: the settings may differ from those of the checkpoint.
+    """
     folder = RunFolder.open(Path(path))
     summary = folder.summary()
     if summary is None:
@@ -155,23 +173,32 @@ def open_run(path: str | Path) -> Result:
         raise RunError(f"{path} is a deployed run. It cannot be opened here: its data is at the sites.")
     if tables["run"].get("from_python"):
         raise RunError(f"{path} was started from Python with its own objects. It cannot be opened from its folder.")
+    check_trust(tables, folder.path, trust)
+    checkpoint, problems = folder.load_checkpoint()
+    if checkpoint is not None:
+        check_settings(checkpoint.plain.get("settings"), tables, folder.path, override)
     experiment = resolve(tables).loaded()
     if experiment.device.startswith("cuda") and not torch.cuda.is_available():
         experiment = replace(experiment, device="cpu")
     before = folder.read_object("environment.json")
-    if before is None or before["digest"] != experiment.federation().digest():
+    if before is None or before.get("digest") != experiment.federation().digest():
         raise RunError(f"The data of {path} has changed since the run began; it cannot be opened.")
-    checkpoint, problems = folder.load_checkpoint()
     if checkpoint is None or checkpoint.round != summary["rounds"]:
         raise CheckpointError(" ".join([f"The last checkpoint of {path} is missing or damaged.", *problems[:1]]))
     federation, held_out = participants(experiment)
-    settings = {"precision": before["plan"]["precision"]}
+    settings = {"precision": _plan_of(before).get("precision", "auto")}
     is_here = experiment.engine != "ray"  # to look at a finished run, no workers are started
     name, settings = (experiment.engine, settings | experiment.engine_settings) if is_here else ("vectorized", settings)
     engine = make_engine(name, experiment.task(), federation, experiment.device, settings)
     trainer = Trainer(experiment.algorithm, engine, federation, experiment.schedule, folder)
     trainer.load(checkpoint)
     return Result(trainer, summary, held_out)
+
+
+def _plan_of(environment: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the engine chose when the run began."""
+    plan = (environment or {}).get("plan")
+    return plan if isinstance(plan, dict) else {}
 
 
 def environment(engine: Engine, digest: str) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class Sketches:
                 self._put(some.cpu().numpy(), models[some], round)
 
     def _put(self, clients: NDArray[np.int64], params: torch.Tensor, round: int) -> None:
+        if not len(clients):
+            return
         more = int(clients.max()) + 1 - len(self.rows)
         if more > 0:  # clients have joined
             self.rows = np.pad(self.rows, ((0, more), (0, 0)))

@@ -15,10 +15,11 @@ from coterie.data.scenario import Scenario
 from coterie.errors import UnknownName
 from coterie.methods.base import Algorithm, find_algorithm
 from coterie.nets.flat import LOSSES, Loss
-from coterie.nets.registry import Builder, ModelMaker, find_model, import_object, model_settings
+from coterie.nets.registry import Builder, ModelMaker, find_model, model_settings
 from coterie.randomness import Rng
 from coterie.runs.settings import RunSettings, Schedule, Tables, build_run, merge
 from coterie.settings import build, fields_of, values_of
+from coterie.trust import import_object
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
@@ -28,11 +29,13 @@ import safetensors.torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.errors import CheckpointError, RunError, StorageError
+from coterie.errors import CheckpointError, ConfigError, RunError, StorageError
 from coterie.runs.files import SCHEMA, Files, birth_of, reason
+from coterie.trust import write_whole
 
 _KEPT = 2  # checkpoints
 _PARTS = ("tensors.safetensors", "state.json")  # of a checkpoint
+_MOST_HEADER = 16 << 20  # bytes of the names and shapes of its tensors
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ class Checkpoint:
 class RunFolder(Files):
     """One run on disk. Only one process at a time may write to it."""
 
-    def __init__(self, path: Path, within: Path | None = None) -> None:
-        super().__init__(path, within)
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
         self.is_new = False  # made by this process
         self._lock: IO[str] | None = None
 
@@ -57,6 +60,12 @@ class RunFolder(Files):
     @classmethod
     def create(cls, root: Path, name: str | None, default_name: str, config: Mapping[str, Any]) -> RunFolder:
         """Create a folder. A name must be free; a default name gets the next free number."""
+        settings = to_toml({"schema": SCHEMA, **config})
+        try:
+            settings.encode()
+        except UnicodeEncodeError as error:
+            odd = settings[max(0, error.start - 20) : error.end]
+            raise ConfigError(f"The settings have characters that are no text, in {odd!r}; write them anew.") from error
         for number in itertools.count(1):
             path = root / (name or (default_name if number == 1 else f"{default_name}-{number}"))
             try:
@@ -64,6 +73,8 @@ class RunFolder(Files):
                 path.mkdir()
                 break
             except OSError as error:
+                if _is_left_over(path):
+                    break  # of a process that was killed before it wrote the settings
                 if not root.is_dir() or not isinstance(error, FileExistsError):
                     where = path if root.is_dir() else root
                     raise StorageError(f"The folder {where} cannot be created: {reason(error)}.") from error
@@ -73,14 +84,18 @@ class RunFolder(Files):
                     kind = "already exists" if is_run else "exists and is not a run folder"
                     raise RunError(f"{path} {kind}. {resume} another --name.") from error
         folder = cls(path)
-        folder.is_new = True
+        folder.is_new = not (path / ".lock").exists()
         try:
             folder.lock()
-            (path / "artifacts").mkdir()
-            folder.write_text("config.toml", to_toml({"schema": SCHEMA, **config}))
-        except OSError as error:
+            folder.is_new = True
+            (path / "artifacts").mkdir(exist_ok=True)
+            folder.write_text("config.toml", settings)
+        except (OSError, RunError) as error:
+            if not folder.is_new:  # another process has just begun to create it
+                raise
             folder.discard()
-            raise StorageError(f"{path} cannot be written: {reason(error.__cause__ or error)}.") from error
+            why = reason(error.__cause__ or error)
+            raise StorageError(f"{path} cannot be written: {why}. Free some space, or choose another --out.") from error
         return folder
 
     @classmethod
@@ -96,10 +111,7 @@ class RunFolder(Files):
             import fcntl
         except ImportError:
             raise StorageError(f"{self.path} cannot be locked: coterie writes runs on Linux and macOS only.") from None
-        try:  # not truncated before it is locked: it says who holds it
-            handle = os.fdopen(os.open(self.path / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
-        except OSError as error:
-            raise StorageError(f"{self.path} cannot be written: {reason(error)}.") from error
+        handle = self._open_to_write(".lock")  # not truncated before it is locked: it says who holds it
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -138,27 +150,39 @@ class RunFolder(Files):
 
     # ---- writing ----
 
+    def _open_to_write(self, name: str, flags: int = 0) -> IO[str]:
+        handle = self.open_regular(name, os.O_WRONLY | os.O_CREAT | flags)
+        if handle is None:
+            raise StorageError(f"{self.path / name} cannot be written: the folder does not exist.")
+        return os.fdopen(handle, "w")
+
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one round to rounds.jsonl."""
         try:
-            with (self.path / "rounds.jsonl").open("a") as lines:
+            with self._open_to_write("rounds.jsonl", os.O_APPEND) as lines:
                 lines.write(json.dumps(row) + "\n")
         except OSError as error:
             raise self._refused("rounds.jsonl", error) from error
 
     def rows_bytes(self) -> int:
         """Length of rounds.jsonl."""
-        path = self.path / "rounds.jsonl"
-        return path.stat().st_size if path.exists() else 0
+        handle = self.open_regular("rounds.jsonl")
+        if handle is None:
+            return 0
+        with os.fdopen(handle) as lines:
+            return os.fstat(lines.fileno()).st_size
 
     def cut_rows(self, length: int) -> None:
         """Cut rounds.jsonl back to a checkpoint."""
-        path = self.path / "rounds.jsonl"
-        if path.exists() or length:
-            if self.rows_bytes() < length:
-                raise RunError(f"{path} is shorter than the checkpoint says: lines were removed.")
-            with path.open("r+b") as lines:
-                lines.truncate(length)
+        handle = self.open_regular("rounds.jsonl", os.O_RDWR)
+        if self.rows_bytes() < length:
+            raise RunError(f"{self.path / 'rounds.jsonl'} is shorter than the checkpoint says: lines were removed.")
+        if handle is not None:
+            with os.fdopen(handle, "r+b") as lines:
+                try:
+                    lines.truncate(length)
+                except OSError as error:
+                    raise self._refused("rounds.jsonl", error) from error
 
     def write_text(self, name: str, text: str) -> None:
         self._write_bytes(name, text.encode())
@@ -176,17 +200,11 @@ class RunFolder(Files):
 
     def _write_bytes(self, name: str, content: bytes) -> None:
         """Write a whole file, or leave the old one as it was."""
-        path = self.path / name
-        temporary = path.with_name(f".{path.name}.tmp")
+        path = self.place(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as out:
-                out.write(content)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(temporary, path)
+            write_whole(path, content)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise self._refused(path.name, error) from error
 
     def _refused(self, what: str, error: Exception) -> StorageError:
@@ -201,23 +219,23 @@ class RunFolder(Files):
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint, then delete all but the last two."""
-        home = self.path / "checkpoint"
+        home = self.place("checkpoint")
         final = home / _folder_name(checkpoint.round)
         temporary = home / f".{final.name}.tmp"
         try:
             home.mkdir(exist_ok=True)
             if self.rows_bytes():
                 _sync(self.path / "rounds.jsonl")  # a power cut must not lose rows that the checkpoint counts
-            shutil.rmtree(temporary, ignore_errors=True)
+            _remove(temporary)
             temporary.mkdir()
             safetensors.torch.save_file(_storable(checkpoint.tensors), temporary / "tensors.safetensors")
             state = {"schema": SCHEMA, "round": checkpoint.round, **checkpoint.plain}
             (temporary / "state.json").write_text(json.dumps(state))
-            digests = {name: _digest(temporary / name) for name in _PARTS}
+            digests = {name: self._digest(f"checkpoint/{temporary.name}/{name}") for name in _PARTS}
             (temporary / "digests.json").write_text(json.dumps(digests))
             for name in (*digests, "digests.json"):
                 _sync(temporary / name)
-            shutil.rmtree(final, ignore_errors=True)
+            _remove(final)
             os.replace(temporary, final)
             _sync(home)
         except (OSError, safetensors.SafetensorError) as error:
@@ -250,32 +268,64 @@ class RunFolder(Files):
         return None, problems
 
     def _read_checkpoint(self, round: int) -> Checkpoint:
-        path = self.path / "checkpoint" / _folder_name(round)
+        place = f"checkpoint/{_folder_name(round)}"
+        path = self.path / place
         try:
-            digests = json.loads((path / "digests.json").read_text())
+            digests = self.read_object(f"{place}/digests.json") or {}
             for name in _PARTS:
-                if _digest(path / name) != digests[name]:
+                if self._digest(f"{place}/{name}") != digests.get(name):
                     raise CheckpointError(f"{path / name} is truncated or altered; this checkpoint is not used.")
-            plain = json.loads((path / "state.json").read_text())
+            plain = self.read_object(f"{place}/state.json") or {}
             tensors = safetensors.torch.load_file(path / "tensors.safetensors")
-        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
-            raise CheckpointError(f"{path} is damaged ({error}); this checkpoint is not used.") from error
-        if plain["schema"] > SCHEMA:
-            raise CheckpointError(f"{path} has schema {plain['schema']}; this version reads up to {SCHEMA}.")
+        except CheckpointError:
+            raise
+        except (OSError, ValueError, RunError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{path} is damaged ({reason(error)}); this checkpoint is not used.") from error
+        schema = plain.get("schema")
+        if not isinstance(schema, int) or schema > SCHEMA:
+            raise CheckpointError(f"{path} has schema {str(schema)[:20]}; this version reads up to {SCHEMA}.")
         return Checkpoint(round, tensors, plain)
 
+    def _digest(self, name: str) -> str | None:
+        """SHA-256 of a file; None if it is missing. The header of tensors is checked first."""
+        handle = self.open_regular(name)
+        if handle is None:
+            return None
+        with os.fdopen(handle, "rb") as content:
+            if name.endswith(".safetensors"):
+                size = int.from_bytes(content.read(8), "little")
+                if size > _MOST_HEADER:
+                    raise ValueError(f"it has a header of {size >> 20} MB")
+                content.seek(0)
+            return hashlib.file_digest(content, "sha256").hexdigest()
+
     def _saved_rounds(self) -> list[int]:
-        found = (self.path / "checkpoint").glob("round-*")
-        return sorted(int(path.name.removeprefix("round-")) for path in found if path.is_dir())
+        """The rounds of the checkpoints; folders of other names are ignored."""
+        home = self.place("checkpoint")
+        found = (re.fullmatch(r"round-([0-9]{6,9})", path.name) for path in home.glob("round-*") if path.is_dir())
+        rounds = sorted(int(match[1]) for match in found if match)
+        return [round for round in rounds if not (home / _folder_name(round)).is_symlink()]
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether a folder holds no more than `create` makes before the settings."""
+    try:
+        inside = {entry.name for entry in os.scandir(path)}
+        is_started = ".lock" in inside and inside <= {".lock", "artifacts", ".config.toml.tmp"}
+        return is_started and not any((path / "artifacts").glob("*"))
+    except OSError:
+        return False
 
 
 def _folder_name(round: int) -> str:
     return f"round-{round:06d}"
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+def _remove(path: Path) -> None:
+    """Remove a folder, or a file or link in its place."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

@@ -25,6 +25,7 @@ from coterie.engines.base import Engine, Failure, Request
 from coterie.errors import ConfigError, Interrupted, RunError
 from coterie.methods.base import Algorithm, Personal
 from coterie.randomness import Rng
+from coterie.runs.checks import check_checkpoint, plain_settings, unfit
 from coterie.runs.divergence import divergence, loss_of_guessing
 from coterie.runs.exhibits import Arrays, Sketches, listening, member_pictures
 from coterie.runs.folder import Checkpoint, RunFolder
@@ -90,6 +91,7 @@ class Trainer:
             )
         self.algorithm, self.engine, self.federation = algorithm, engine, federation
         self.schedule, self.folder = schedule, folder
+        self._settings = {} if folder is None else plain_settings(folder.config())
         self.progress = Progress()
         self.state: Any = None
         self._pending: Pending | None = None
@@ -336,10 +338,12 @@ class Trainer:
             "seconds": self.progress.seconds,
             "notes": self.engine.notes,
             "rows_bytes": self.folder.rows_bytes(),
+            "settings": self._settings,
             "pending": None if self._pending is None else self._pending.row,
         }
-        self.folder.save_checkpoint(Checkpoint(self.progress.round, tensors, plain))
+        # The arrays come first: a run that is killed in between resumes from the checkpoint before, and writes both.
         self._show()
+        self.folder.save_checkpoint(Checkpoint(self.progress.round, tensors, plain))
 
     def _show(self) -> None:
         """Write the arrays that reports read, during the run and after it."""
@@ -391,6 +395,7 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Return to the state after that round; later rounds are removed from the folder."""
         assert self.folder is not None
+        self._check_fit(checkpoint)
         self.folder.cut_rows(checkpoint.plain["rows_bytes"])
         self.load(checkpoint)
         with contextlib.suppress(RunError):  # damaged: the map of the models starts again
@@ -404,9 +409,14 @@ class Trainer:
         def under(prefix: str) -> dict[str, Tensor]:
             return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
+        self._check_fit(checkpoint)
         self.engine.begin(checkpoint.round, "round")
-        self.state = self.algorithm.state_type.restore(under("state."), plain["state"], self.engine.device)
-        self.engine.load_memory(under("memory."))
+        try:
+            self.state = self.algorithm.state_type.restore(under("state."), plain["state"], self.engine.device)
+            self._check_state(self.state)
+            self.engine.load_memory(under("memory."))
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+            raise unfit(self.folder.path, checkpoint.round, error) from error
         self.engine.ledger.entries = plain["ledger"]
         self.engine.failures[:] = [Failure(**values) for values in plain["failures"]]
         self.engine.notes[:] = list(dict.fromkeys([*plain["notes"], *self.engine.notes]))
@@ -425,6 +435,26 @@ class Trainer:
         joined = self.engine.num_clients - len(self.state.labels)  # while the run was stopped
         if joined > 0:
             self.state = self.state.with_more_clients(joined)
+
+    def _check_fit(self, checkpoint: Checkpoint) -> None:
+        assert self.folder is not None
+        tensors, plain, clients = checkpoint.tensors, checkpoint.plain, self.engine.num_clients
+        check_checkpoint(tensors, plain, checkpoint.round, clients, self.folder.path)
+
+    def _check_state(self, state: Any) -> None:
+        """Raise ValueError if the tensors of a state do not have the clients and parameters of this run."""
+        numbers, size = len(state.labels), self.engine.task.layout.size
+        forms = {"common": ((size,), self.engine.dtype), "centers": ((len(state.centers), size), self.engine.dtype)}
+        for name, (shape, dtype) in (forms | {"labels": ((numbers,), torch.int64)}).items():
+            found = getattr(state, name)
+            if tuple(found.shape) != shape or found.dtype != dtype:
+                raise ValueError(f"{name} is {found.dtype} of shape {tuple(found.shape)}, not {dtype} of {shape}")
+        most = max(len(state.centers), numbers)
+        if numbers > self.engine.num_clients or not bool(((state.labels >= -1) & (state.labels < most)).all()):
+            raise ValueError("labels are out of range")
+        for name in state.of_clients:
+            if len(rows := getattr(state, name)) not in (0, numbers):
+                raise ValueError(f"{name} has {len(rows)} rows, and there are {numbers} clients")
 
 
 def attack_of(keys: Tensor, schedule: Schedule) -> Attack:

@@ -153,9 +153,9 @@ def as_run(source: Any) -> RunData:
     raise RunError(f"A run is a path to its folder or a Result. Got {type(source).__name__} instead.")
 
 
-def read_run(path: Path, within: Path | None = None, *, whole: bool = True) -> RunData:
-    """Read a run folder. `within`: refuse links out of that folder; `whole=False`: skip what only pictures need."""
-    files = Files(path, within)
+def read_run(path: Path, *, whole: bool = True) -> RunData:
+    """Read a run folder; `whole=False`: skip what only pictures need."""
+    files = Files(path)
     config = {key: value for key, value in files.config().items() if isinstance(value, dict)}
     rows, summary = files.rows(), files.summary()
     environment = files.read_object("environment.json") or {}
@@ -184,8 +184,7 @@ def of_result(result: Result) -> RunData:
 def find_runs(root: Path) -> list[tuple[str, Path]]:
     """The run folders under `root`, damaged ones included: name relative to `root`, path.
 
-    Hidden folders and links to folders of runs are skipped. A link to a run is listed; reading it with `within` fails
-    if it points outside.
+    Hidden folders and links to folders of runs are skipped. A link to a run is listed.
     """
     found: list[tuple[str, Path]] = []
 
@@ -223,13 +222,18 @@ def _assembled(head: RunData, rows: list[Any], parts: Mapping[str, Any], where: 
     labels = checks.integers(parts.get("labels"), (None, count))
     if labels is None and count and isinstance(parts.get("labels"), np.ndarray):
         head.problems.append(f"labels.npy has shape {parts['labels'].shape}, but there are {count} clients.")
+    columns = checks.columns_of(rows, where)
+    most = max([count, *map(len, columns["sizes"])])
+    if labels is not None and labels.size and not -1 <= labels.min() <= labels.max() < most:
+        head.problems.append(f"labels.npy has a cluster {labels.max()}, but there are at most {most}.")
+        labels = None
     sketch, sketched = (
         checks.floats(sketches.get("sketch"), (count, None)),
         checks.integers(sketches.get("round"), (count,)),
     )
     return replace(
         head,
-        **checks.columns_of(rows, where),
+        **columns,
         names=names,
         labels=labels,
         groups=checks.integers(clients.get("group"), (count,)),

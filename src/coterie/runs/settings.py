@@ -22,8 +22,10 @@ Tables = dict[str, dict[str, Any]]
 AUTO = "auto"  # number of clusters: chosen before the run
 PROBE_CLIENTS, PROBE_ROUNDS, LARGEST_K = 100, 3, 8  # defaults of choose-k; the first two are the paper's
 MOST_SEEDS = 10_000  # of one comparison
+MOST_CLIENTS = 10_000_000  # their names alone take a gigabyte
 
 _OWN = "the dataset's"
+_MOST_BYTES = 1 << 20  # of a config file
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class RunSettings:
         flag="--dataset -d",
     )
     scenario: str | None = setting(None, "how the data is partitioned", flag=True, default_is=_OWN)
-    clients: int | None = setting(None, "number of clients", ge=1, flag=True, default_is=_OWN)
+    clients: int | None = setting(None, "number of clients", ge=1, le=MOST_CLIENTS, flag=True, default_is=_OWN)
     model: str | None = setting(None, "named network, or module:callable", flag=True, default_is=_OWN)
     loss: str = setting("cross_entropy", "loss: cross_entropy, mse or module:callable", flag=True)
     engine: str = setting(
@@ -135,8 +137,10 @@ def read_tables(path: Path) -> Tables:
     if not path.exists():
         raise ConfigError(f"There is no config file {path}. Check the path.")
     try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            raise OSError("it is not a small regular file")
         values = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"The config file {path} cannot be read: {error}.") from error
     values.pop("schema", None)
     for table, content in values.items():

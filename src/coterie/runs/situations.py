@@ -26,6 +26,7 @@ from coterie.methods.base import algorithms, find_algorithm
 from coterie.runs.experiment import Experiment, resolve_each
 from coterie.runs.settings import AUTO, TABLES, RunSettings, Schedule, Tables, merge
 from coterie.settings import fields_of
+from coterie.trust import check_trust, run_folder_of
 
 DEFAULT, KIND = "default", "kind"  # the built-in lists
 _NOT_HERE = {"algorithm": "--algorithm", "seed": "--seeds"}  # fields of [run] that the command chooses
@@ -165,6 +166,8 @@ def _situation(path: Path, name: str, values: Any) -> Situation:
             raise ConfigError(
                 f"{table} of [{name}] in {path} must be a table: {table}.FIELD = VALUE. Got {content!r} instead."
             )
+    if run_folder_of(path) is not None:
+        check_trust(tables, path, trust=False, way_out="Copy the file out of the run folder if you know who wrote it")
     for key, flag in _NOT_HERE.items():
         if key in tables.get("run", {}):
             raise ConfigError(f"run.{key} of [{name}] in {path} is for the whole comparison; choose it with {flag}.")

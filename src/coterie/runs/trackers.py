@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import ConfigError, MissingExtra, UnknownName
-from coterie.runs.files import reason
+from coterie.runs.files import Files, reason
 from coterie.runs.metrics import metrics
 from coterie.runs.observers import Observer, Row, RunInfo
+from coterie.trust import write_whole
 
 _MOST_SIZES = 32  # with more clusters, sizes are not logged
 
@@ -66,7 +67,7 @@ class TensorBoard(Observer):
             raise ConfigError("--track tensorboard writes to the run folder; set out.")
         # Rounds after the checkpoint of a resumed run are repeated: TensorBoard hides the old ones.
         purge = run.done + 1 if run.done else None
-        self._writer = self._make(str(run.path / "tensorboard"), purge_step=purge)
+        self._writer = self._make(str(Files(run.path).place("tensorboard")), purge_step=purge)
         if not run.done:
             self._writer.add_text("settings", "    " + json.dumps(run.settings, indent=2).replace("\n", "\n    "), 0)
         self._writer.flush()
@@ -100,7 +101,7 @@ class MLflow(Observer):
             uri = home.resolve().as_uri()
             # Newer versions write to a plain folder only with this.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        self._id_file = None if run.path is None else run.path / "artifacts" / "mlflow.json"
+        self._id_file = None if run.path is None else Files(run.path).place("artifacts/mlflow.json")
         with _no_warnings():
             self._client = self._client_type(tracking_uri=uri)
             name = str(run.settings.get("run", {}).get("dataset", "coterie"))
@@ -112,7 +113,7 @@ class MLflow(Observer):
                 return
             self._id = self._client.create_run(number, run_name=run.name).info.run_id
             if self._id_file is not None:
-                self._id_file.write_text(json.dumps({"run_id": self._id}))
+                write_whole(self._id_file, json.dumps({"run_id": self._id}).encode())
             for table, values in run.settings.items():
                 for key, value in values.items() if isinstance(values, dict) else ():
                     self._client.log_param(self._id, f"{table}.{key}", str(value)[:500])

@@ -1,6 +1,15 @@
-"""Numbers in words and tables in Markdown, for pages and the terminal."""
+"""Numbers in words, tables in Markdown, and texts of others made safe to show: for pages, pictures, the terminal."""
 
 from collections.abc import Sequence
+
+
+def safe_text(text: object) -> str:
+    """A text in which control characters and the like are written out, so that a name cannot steer a terminal.
+
+    >>> print(safe_text("a\\x1b[2J\\u202eb"), safe_text("Zürich 7"))
+    a\\x1b[2J\\u202eb Zürich 7
+    """
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in str(text))
 
 
 def size_text(count: float) -> str:

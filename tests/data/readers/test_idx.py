@@ -73,7 +73,7 @@ def test_a_gzip_that_ends_early_is_refused(tmp_path, images):
 def test_a_header_that_asks_for_terabytes_is_refused(tmp_path):
     header = bytes([0, 0, 8, 3]) + struct.pack(">3I", 2**31, 2**16, 2**16)
     (tmp_path / "images.gz").write_bytes(gzip.compress(header))
-    with pytest.raises(DataError, match="truncated"):
+    with pytest.raises(DataError, match="announces"):
         read_images(tmp_path / "images.gz")
 
 
@@ -98,3 +98,10 @@ def test_wrong_files_are_refused(tmp_path, images):
         read_images(tmp_path / "nothing")
     with pytest.raises(DataError, match="is a folder"):
         read_images(tmp_path)
+
+
+def test_a_bomb_is_refused_by_its_header(tmp_path):
+    content = bytes([0, 0, 8, 3]) + struct.pack(">3I", 4_000_000, 28, 28) + bytes(1000)
+    (tmp_path / "images.gz").write_bytes(gzip.compress(content))
+    with pytest.raises(DataError, match=r"announces 3,136,000,000 bytes, more than"):
+        read_idx(tmp_path / "images.gz")

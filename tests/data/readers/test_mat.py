@@ -101,3 +101,24 @@ def test_wrong_usps_files_are_refused(tmp_path, values):
             read_usps(path)
     with pytest.raises(DataError, match="There is no USPS file"):
         read_usps(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("content", [b"1 1:1\n" * 30_000, b"1 " + b" " * (65 << 20)])
+def test_a_bomb_in_place_of_usps_is_refused(tmp_path, content):
+    (tmp_path / "usps.bz2").write_bytes(bz2.compress(content))
+    with pytest.raises(DataError, match="unpacks to more than USPS has"):
+        read_usps(tmp_path / "usps.bz2")
+
+
+@pytest.mark.parametrize("y", ["words", np.array([[np.nan]] * 5), np.array([[np.inf]] * 5), np.array([[1e300]] * 5)])
+def test_labels_of_svhn_that_are_none(tmp_path, y):
+    savemat(tmp_path / "train_32x32.mat", svhn() | {"y": y})
+    with pytest.raises(DataError, match=r"not numbers|has the label|images but"):
+        read_svhn(tmp_path / "train_32x32.mat")
+
+
+def test_svhn_of_too_many_images_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    savemat(tmp_path / "train_32x32.mat", svhn())
+    monkeypatch.setattr("coterie.data.readers.mat._SVHN_IMAGES", 4)
+    with pytest.raises(DataError, match="announces more images than SVHN has"):
+        read_svhn(tmp_path / "train_32x32.mat")

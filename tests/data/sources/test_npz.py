@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 
 import numpy as np
 import pytest
@@ -124,7 +125,7 @@ def test_a_file_with_users_goes_by_user_and_one_without_is_distributed(save):
         ({"x": np.array([["a"], ["b"]]), "y": np.arange(2)}, "x must contain numbers. Got <U1 instead."),
         (
             {"x": np.ones((2, 2)), "y": np.array([1j, 2j])},
-            "y must contain classes (integers or words) or float targets.",
+            "in 'y.npy' it holds values of type complex128.",
         ),
         ({"x": np.ones((2, 2)), "y": np.ones((2, 2), dtype=int)}, "y must have one class per sample. Got shape (2, 2)"),
         ({"x": np.ones((2, 2)), "y": np.array([0.5, np.nan])}, "y has NaN or infinite values"),
@@ -188,3 +189,39 @@ def test_a_single_array(tmp_path):
 def test_a_folder(tmp_path):
     with pytest.raises(DataError, match=r"is not a readable \.npz file"):
         read_npz(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"is_train": np.array(True)}, "is_train must have one entry per sample"),
+        ({"is_train": np.ones((4, 1), bool)}, "is_train must have one entry per sample"),
+        ({"user": np.array(3)}, "user and group must have one entry per sample"),
+        ({"group": np.ones((4, 2))}, "user and group must have one entry per sample"),
+        ({"user": np.array(["a", "b\ud800", "c", "d"])}, "has characters that are no text"),
+        ({"y": np.array([0, 1, 2**28, 3])}, "y has the class number 268435456; use numbers below"),
+        ({"y": np.array([0, 1, 2**63 + 5, 3], np.uint64)}, "y has the class number 9223372036854775813"),
+    ],
+)
+def test_columns_of_another_form(save, more, said):
+    arrays = {"x": np.zeros((4, 3)), "y": np.arange(4)} | more
+    with pytest.raises(DataError, match=said):
+        load(save(**arrays))
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"\x93NUMPY\x01\x00\x04\x00{}  "])
+def test_members_that_are_no_arrays(tmp_path, content):
+    with zipfile.ZipFile(tmp_path / "own.npz", "w") as archive:
+        archive.writestr("x.npy", content)
+        archive.writestr("y.npy", content)
+    with pytest.raises(DataError, match=r"own\.npz is damaged or contains Python objects"):
+        load(tmp_path / "own.npz")
+
+
+def test_a_header_that_announces_more_than_there_is(tmp_path):
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1099511627776,), }".ljust(117) + b"\n"
+    with zipfile.ZipFile(tmp_path / "own.npz", "w") as archive:
+        for name in ("x.npy", "y.npy"):
+            archive.writestr(name, b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    with pytest.raises(DataError, match="announces 8796093022208 bytes"):
+        load(tmp_path / "own.npz")

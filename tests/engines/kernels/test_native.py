@@ -11,6 +11,7 @@ from torch import nn
 from coterie.client.batches import Batch
 from coterie.client.work import SGD, Corrected
 from coterie.engines import make_engine
+from coterie.engines.cache import private_folder
 from coterie.engines.kernels import native
 from coterie.engines.kernels.native import NativeKernel, NativePlan, NotNative
 from coterie.nets.flat import Network, cross_entropy, mse
@@ -347,12 +348,12 @@ def test_it_is_compiled_once_for_a_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("COTERIE_CACHE", str(tmp_path))
     monkeypatch.setattr(native, "_loaded", {})
     native.library(torch.float32)
-    made = list((tmp_path / "native").iterdir())
+    made = sorted(private_folder().glob("*.so"))
     assert len(made) == 1
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setattr(native.subprocess, "run", _only_versions(native.subprocess.run))
     native.library(torch.float32)
-    assert list((tmp_path / "native").iterdir()) == made
+    assert sorted(private_folder().glob("*.so")) == made
 
 
 def _only_versions(run):

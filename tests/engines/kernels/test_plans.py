@@ -290,6 +290,7 @@ def test_a_plan_that_is_not_possible_is_refused():
 
 def test_what_was_measured_is_said_and_remembered(tmp_path, monkeypatch):
     from coterie.engines import plans
+    from coterie.engines.cache import private_folder
 
     monkeypatch.setenv("COTERIE_CACHE", str(tmp_path))
     monkeypatch.setattr(plans, "_known", {})
@@ -298,20 +299,11 @@ def test_what_was_measured_is_said_and_remembered(tmp_path, monkeypatch):
     found = first.describe()
     assert found["plan"] in found["measured"]
     assert min(found["measured"].values()) > 0
-    assert (tmp_path / "plans.json").exists()
+    assert (private_folder() / "plans.json").exists()
     monkeypatch.setattr(plans, "_known", {})
     monkeypatch.setattr(plans, "_time", lambda engine, candidate: pytest.fail("measured again"))
     again = make_engine("vectorized", setup.task(), setup.federation(), "cpu", {})
     assert again.describe() == found
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": {"layers": "fast"}}'])
-def test_a_damaged_memory_costs_a_measurement_only(tmp_path, text):
-    from coterie.engines.plans import _read
-
-    path = tmp_path / "plans.json"
-    path.write_text(text)
-    assert _read(path) == {}
 
 
 def test_equal_plans_are_chosen_by_preference():

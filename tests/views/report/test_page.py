@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html.parser
 import json
+import os
 import re
 from pathlib import Path
 
@@ -119,10 +120,10 @@ def test_it_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.M
     assert write_report([run], target, tsne=False) == target
     before = target.read_text()
 
-    def full(self: Path, text: str, **more: object) -> int:
+    def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageError, match="No space left on device"):
         write_report([run], target, tsne=False)
     monkeypatch.undo()

@@ -24,8 +24,9 @@ def must_exist(path: Path, what: str) -> Path:
     """Raise DataError unless the path is a file."""
     if not path.exists():
         raise DataError(f"There is no {what} at {path}; put it there or give its path.")
-    if path.is_dir():
-        raise DataError(f"{path} is a folder, not a {what}; give the path of the file in it.")
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise DataError(f"{path} is {kind}, not a {what}; give the path of the file in it.")
     return path
 
 

@@ -18,7 +18,7 @@ from coterie.data.readers._pickles import RefusedPickle, load_plain
 from coterie.errors import DataError
 
 _PIXELS = 3 * 32 * 32
-_MOST_BYTES = 1 << 30  # the largest file of CIFAR-100 has 155 MB
+_MOST_BYTES = 256 << 20  # the largest file, of CIFAR-100, has 155 MB
 
 
 class Cifar(NamedTuple):
@@ -105,7 +105,10 @@ def _files(path: Path, wanted: Mapping[str, str]) -> Iterator[tuple[str, bytes]]
     """The wanted files that exist, one at a time."""
     if path.is_dir():
         folder = _folder_with(path, wanted)
-        yield from ((name, (folder / name).read_bytes()) for name in wanted if (folder / name).is_file())
+        for file in (folder / name for name in wanted if (folder / name).is_file()):
+            if file.stat().st_size > _MOST_BYTES:
+                raise invalid(file, f"has {file.stat().st_size:,} bytes, which is too large for CIFAR")
+            yield file.name, file.read_bytes()
     else:
         must_exist(path, "CIFAR folder or .tar.gz")
         yield from _files_of_archive(path, wanted)
@@ -142,7 +145,7 @@ def _column(found: Mapping[str, Any], name: str, path: Path | str) -> NDArray[An
         raise invalid(path, f"has no '{name}' (found: {has})", "give CIFAR's own file for this dataset")
     value = found[name]
     if isinstance(value, list) and all(type(item) is int for item in value):
-        return np.array(value, dtype=np.int64)
+        return np.array([min(max(item, -1), 1 << 31) for item in value], dtype=np.int64)  # wrong ones are named later
     if not isinstance(value, np.ndarray):
         raise invalid(path, f"has '{name}' as {type(value).__name__}, not numbers")
     return value

@@ -18,6 +18,8 @@ from coterie.data.readers._files import DAMAGED, damaged, invalid, must_exist, o
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
+_MOST_BYTES = 1 << 30  # EMNIST, the largest, has 547 MB
+
 # series: the NIST series, hsf_0 ... hsf_8
 QMNIST_COLUMNS = ("class", "series", "writer", "index", "nist_class", "nist_index", "duplicate", "unused")
 
@@ -29,6 +31,8 @@ def read_idx(path: Path) -> NDArray[Any]:
         with open_compressed(path) as stream:
             dtype, shape = _header(stream.read(4), stream, path)
             size = math.prod(shape) * dtype.itemsize
+            if size > _MOST_BYTES:
+                raise invalid(path, f"announces {size:,} bytes, more than the {_MOST_BYTES:,} of any published file")
             data = read_up_to(stream, size + 1)
     except DAMAGED as error:
         raise damaged(path, error) from error

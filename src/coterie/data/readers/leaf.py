@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.data.readers._files import check_classes, damaged, invalid, join
+from coterie.data.readers._files import check_classes, damaged, invalid, join, must_exist
 from coterie.data.readers._images import pillow, read_image
 from coterie.errors import DataError
 
@@ -126,7 +126,7 @@ def _read_file(file: Path, convert: Convert) -> Iterator[tuple[str, _User]]:
         raise invalid(file, "is not a LEAF file: it needs 'users' and 'user_data'", "give LEAF's own json files")
     counts = content.get("num_samples")
     for position, name in enumerate(content["users"]):
-        samples = content["user_data"].pop(name, None)
+        samples = content["user_data"].pop(str(name), None)
         if not isinstance(samples, _User):
             raise invalid(file, f"has no samples (x and y) of user '{name}'", "run LEAF's preprocess.sh again")
         if isinstance(counts, list) and (position >= len(counts) or counts[position] != len(samples.y)):
@@ -143,7 +143,7 @@ def _parse(file: Path, convert: Convert) -> dict[str, Any]:
         return found
 
     try:
-        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=shrink)
+        content = json.loads(must_exist(file, "LEAF file").read_text(encoding="utf-8"), object_pairs_hook=shrink)
     except _BadUser as error:
         raise invalid(file, error) from error
     except (ValueError, RecursionError) as error:  # not json or not text
@@ -154,7 +154,7 @@ def _parse(file: Path, convert: Convert) -> dict[str, Any]:
 def _user(x: list[Any], y: list[Any], convert: Convert) -> _User:
     if len(x) != len(y):
         raise _BadUser(f"has a user with {len(x)} samples but {len(y)} labels")
-    if not all(type(label) is int for label in y):
+    if not all(type(label) is int and abs(label) < 1 << 62 for label in y):
         raise _BadUser("has labels that are not integers")
     return _User(convert(x), np.array(y, dtype=np.int64))
 
@@ -163,7 +163,7 @@ def _pixels(x: list[Any]) -> NDArray[np.uint8]:
     """Rows of 784 floats in 0 ... 1 -> uint8 [n, 28, 28]."""
     try:
         values = np.array(x, dtype=np.float32).reshape(len(x), 784)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise _BadUser("has samples that are not 784 numbers each") from error
     if not (np.isfinite(values).all() and values.min(initial=0) >= 0 and values.max(initial=0) <= 1):
         raise _BadUser("has pixels outside 0 ... 1")
@@ -173,6 +173,6 @@ def _pixels(x: list[Any]) -> NDArray[np.uint8]:
 def _file_names(x: list[Any]) -> list[str]:
     """Image names, which must not lead out of the image folder."""
     for name in x:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise _BadUser(f"has {name!r} instead of an image name")
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+            raise _BadUser(f"has {str(name)[:80]!r} instead of an image name")
     return x

@@ -87,7 +87,7 @@ def dataset_of(arrays: Mapping[str, NDArray[Any]], path: Path, group: NDArray[An
     """The dataset of the arrays x and y, and maybe user and is_train."""
     x, mean, std = inputs_of(arrays["x"], str(path))
     y, num_classes, class_names = targets_of(arrays["y"], str(path))
-    user, names = (None, ()) if "user" not in arrays else indexed(arrays["user"])
+    user, names = _names(arrays.get("user"), path)
     return Dataset(
         path.stem,
         x,
@@ -96,16 +96,31 @@ def dataset_of(arrays: Mapping[str, NDArray[Any]], path: Path, group: NDArray[An
         is_train=_flags(arrays.get("is_train"), path),
         user=user,
         user_names=names,
-        group=None if group is None else indexed(group)[0],
+        group=_names(group, path)[0],
         mean=mean,
         std=std,
         class_names=class_names,
     )
 
 
+def _names(column: NDArray[Any] | None, path: Path) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
+    """Each sample's user or group as a number, and the names by number."""
+    if column is None:
+        return None, ()
+    if column.ndim != 1:
+        raise DataError(f"{path}: user and group must have one entry per sample. Got shape {column.shape} instead.")
+    index, names = indexed(column)
+    for name in names:
+        if any("\ud800" <= sign <= "\udfff" for sign in name):
+            raise DataError(f"{path}: the name {name!r} has characters that are no text; save it in Unicode.")
+    return index, names
+
+
 def _flags(column: NDArray[Any] | None, path: Path) -> NDArray[np.bool_] | None:
     if column is None:
         return None
+    if column.ndim != 1:
+        raise DataError(f"{path}: is_train must have one entry per sample. Got shape {column.shape} instead.")
     if column.dtype.kind not in "biu":
         raise DataError(f"{path}: is_train must contain booleans. Got {column.dtype} instead.")
     return column.astype(bool)

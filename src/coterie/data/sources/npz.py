@@ -15,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.data.dataset import Dataset, register_source
-from coterie.data.readers._files import DAMAGED
+from coterie.data.readers._arrays import UNREADABLE, check_archive
 from coterie.data.sources.files import FileSource, dataset_of, register_file
 from coterie.errors import DataError
 
 _COLUMNS = ("x", "y", "user", "is_train")
-_DAMAGED = (*DAMAGED, ValueError, zipfile.BadZipFile)
 
 
 @register_file
@@ -65,15 +64,20 @@ def _read(arrays: Any, names: tuple[str, ...], path: Path) -> dict[str, NDArray[
     if missing:
         found = ", ".join(arrays.files) or "nothing"
         raise DataError(f"{path} has no array '{missing[0]}' (found: {found}); save x and y with numpy.savez.")
+    wanted = [name for name in names if name in arrays.files]
     try:
-        return {name: arrays[name] for name in names if name in arrays.files}
-    except _DAMAGED as error:
+        with path.open("rb") as file:
+            check_archive(file, names=wanted)
+        return {name: arrays[name] for name in wanted}
+    except UNREADABLE as error:
         raise DataError(f"{path} is damaged or contains Python objects: {error}.") from error
 
 
 def _open(path: Path) -> Any:
     if not path.exists():
         raise DataError(f"There is no file {path}; check the path.")
+    if not path.is_file() and not path.is_dir():  # reading a pipe would never end
+        raise DataError(f"{path} is not a regular file; check the path.")
     try:
         with path.open("rb") as file:  # checked first: numpy leaves damaged archives open
             start = file.read(6)
@@ -82,7 +86,7 @@ def _open(path: Path) -> Any:
             if start.startswith(b"PK") and not zipfile.is_zipfile(file):
                 raise zipfile.BadZipFile("the archive is truncated")
         arrays = np.load(path, allow_pickle=False)
-    except _DAMAGED as error:
+    except UNREADABLE as error:
         raise DataError(f"{path} is not a readable .npz file: {error}.") from error
     if not hasattr(arrays, "files"):
         raise DataError(f"{path} is a single array; save x and y together with numpy.savez.")

@@ -69,7 +69,7 @@ def tensor_of(array: Any, most: int | None = None) -> Tensor:
         found = np.load(io.BytesIO(bytes(data)), allow_pickle=False)
     except Exception as error:  # invalid data raises many types
         raise Refused(f"sent an unreadable array ({type(error).__name__})") from error
-    if not isinstance(found, np.ndarray) or found.dtype.name not in _DTYPES:
+    if not isinstance(found, np.ndarray) or found.dtype.name not in _DTYPES or not found.dtype.isnative:
         raise Refused("sent an array of an unsupported type")
     return torch.from_numpy(np.array(found))  # a copy that owns its memory
 
@@ -120,14 +120,17 @@ def read_call(content: RecordDict) -> Call:
     """The call of a request, without its arrays."""
     try:
         return Call(**json.loads(str(content[CALL]["json"])))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise Refused(f"received an invalid request ({type(error).__name__})") from error
 
 
 def read_request(content: RecordDict) -> tuple[Call, list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """The call, its models, the common payload and the payload of this client."""
     call = read_call(content)
-    models = [tensors_of(content[name])["params"] for name in call.models or ()]
+    try:
+        models = [tensors_of(content[name])["params"] for name in call.models or ()]
+    except (KeyError, TypeError) as error:
+        raise Refused("received a request without its models") from error
     payload = tensors_of(content[PAYLOAD]) if PAYLOAD in content else {}
     each = tensors_of(content[EACH]) if EACH in content else {}
     return call, models, payload, each

@@ -4,8 +4,9 @@ For the networks of `layers.py` (Linear, ReLU, Conv2d, MaxPool2d, Flatten under 
 trains a client from its first step to its last, so that its model and batch stay in the cache of one core; several
 threads train several clients. Results do not depend on the number of threads.
 
-The program is compiled once per machine (some seconds, then kept in the cache folder) by the C++ compiler in `CXX`, or
-else c++, g++ or clang++. Without a compiler the engine uses its other plans.
+The program is compiled once per machine and user (some seconds, then kept in the cache folder) by the C++ compiler in
+`CXX`, or else c++, g++ or clang++. Without a compiler, or a folder that only this user can write to, the engine uses
+its other plans.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ from torch import Tensor, nn
 from coterie.client.batches import Batch, StepCounts
 from coterie.client.stack import Job, Plan, train_job
 from coterie.client.work import SGD, Corrected, FirstOrderMAML, Proximal, Stack
-from coterie.engines.cache import cache_folder
+from coterie.engines.cache import alone, private_folder, read_own
 from coterie.engines.kernels.layers import plain_network
 from coterie.nets.flat import Loss, Network
+from coterie.trust import write_whole
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
 _KINDS: dict[type[nn.Module], int] = {nn.Linear: 0, nn.Conv2d: 1, nn.ReLU: 2, nn.MaxPool2d: 3, nn.Flatten: 4}
 _WORKS = (SGD, Proximal, Corrected, FirstOrderMAML)  # other work makes its steps in Python, with gradients from here
 
 _SAMPLE_BYTES = 32 << 20  # of samples gathered at a time
+_MOST_PROGRAM = 64 << 20  # bytes of the compiled program
 
 _lock = threading.Lock()
 _loaded: dict[torch.dtype, Any] = {}
@@ -54,7 +57,7 @@ def library(dtype: torch.dtype) -> Any:
     with _lock:
         if dtype not in _loaded:
             try:
-                _loaded[dtype] = ctypes.CDLL(str(_compiled(dtype)))
+                _loaded[dtype] = _load(dtype)
             except (NotNative, OSError) as error:
                 _loaded[dtype] = NotNative(str(error))
         found = _loaded[dtype]
@@ -73,28 +76,62 @@ def _compiler() -> list[str]:
     raise NotNative("there is no C++ compiler; install one or set CXX")
 
 
-def _compiled(dtype: torch.dtype) -> Path:
-    """The file of the compiled program; its name is a digest of everything it depends on."""
+def _load(dtype: torch.dtype) -> Any:
+    """The program of this user that was built here; a file that is cut, changed or somebody else's is built anew."""
+    source, command, key = _recipe(dtype)
+    path = private_folder() / f"{key}.so"
+    found = _intact(path)
+    if found is None:
+        with alone(path):
+            found = _intact(path)
+            if found is None:
+                _build(path, source, command)
+                found = _intact(path)
+    if found is None:
+        raise NotNative(f"{path} could not be read back")
+    # What was checked is loaded, even if the name leads to another file by now. The descriptor stays open: the loader
+    # knows programs by their names, and another one must not get this number.
+    opened = Path(f"/proc/self/fd/{found}")
+    return ctypes.CDLL(str(opened if opened.exists() else path))
+
+
+def _intact(path: Path) -> int | None:
+    """A descriptor of a program if it has the digest that was recorded when it was built."""
+    recorded = read_own(path.with_suffix(".sha256"), 1024)
+    if recorded is None:
+        return None
+    os.close(recorded[0])
+    program = read_own(path, _MOST_PROGRAM)
+    if program is None:
+        return None
+    if hashlib.sha256(program[1]).hexdigest().encode() == recorded[1]:
+        return program[0]
+    os.close(program[0])
+    return None
+
+
+def _recipe(dtype: torch.dtype) -> tuple[str, list[str], str]:
+    """The source, the command that compiles it, and a digest of everything that the program depends on."""
     if dtype not in (torch.float32, torch.float64):
         raise NotNative(f"it does not support {dtype}")
     source = files("coterie.engines.kernels").joinpath("native.cpp").read_text(encoding="utf-8")
     command = [*_compiler(), *_FLAGS, *(["-DDOUBLE"] if dtype == torch.float64 else [])]
     version = _run([command[0], "--version"], 30).stdout
     key = hashlib.sha256("\0".join([source, *command, version, *_processor()]).encode()).hexdigest()[:24]
-    path = cache_folder() / "native" / f"{key}.so"
-    if path.exists():
-        return path
+    return source, command, key
+
+
+def _build(path: Path, source: str, command: list[str]) -> None:
+    """Compile the program, and record its digest."""
     with tempfile.TemporaryDirectory(prefix="coterie-") as folder:
         text, made = Path(folder, "native.cpp"), Path(folder, "native.so")
         text.write_text(source, encoding="utf-8")
         done = _run([*command, "-o", str(made), str(text)], 120)
         if done.returncode or not made.exists():
             raise NotNative(f"{command[0]} failed: {(done.stderr.strip().splitlines() or ['no message'])[0][:160]}")
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        aside = path.with_suffix(f".{os.getpid()}")
-        shutil.copyfile(made, aside)
-        aside.replace(path)
-    return path
+        content = made.read_bytes()
+        write_whole(path, content)
+        write_whole(path.with_suffix(".sha256"), hashlib.sha256(content).hexdigest().encode())
 
 
 def _run(command: list[str], seconds: int) -> subprocess.CompletedProcess[str]:

@@ -23,6 +23,7 @@ from coterie.views.plots.style import (
     ticks,
 )
 from coterie.views.report.payload import MOST_BUBBLES, by_main_class, narrowed
+from coterie.views.words import safe_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,7 +104,8 @@ def _bubbles(
     axes.set(xlim=(-0.5, clients - 0.5), ylim=(-0.5, classes - 0.5), ylabel="class")
     axes.set_yticks(ticks(classes, 30 if high > 0.15 else 12))
     if named:
-        short = [name if len(name) <= 14 else f"{name[:6]}…{name[-7:]}" for name in (names[i] for i in order)]
+        safe = [safe_text(names[i]) for i in order]
+        short = [name if len(name) <= 14 else f"{name[:6]}…{name[-7:]}" for name in safe]
         axes.set_xticks(range(clients), short, rotation=90, fontsize=7, parse_math=False)
     else:
         axes.set_xticks(ticks(clients, 20))
@@ -188,7 +190,7 @@ def _mark_groups(axes: Axes, groups: Ints, titles: Sequence[str], room: float, t
             axes.text(
                 (start + stop - 1) / 2,
                 1 + 0.165 / reach,
-                title if len(title) <= 24 else f"{title[:23]}…",
+                safe_text(title if len(title) <= 24 else f"{title[:23]}…"),
                 transform=above,
                 ha="center",
                 va="bottom",

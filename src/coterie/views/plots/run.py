@@ -34,6 +34,7 @@ from coterie.views.plots.style import (
 from coterie.views.report.compare import megabytes_sent
 from coterie.views.report.flow import confusion_of, flow_of_run, is_alone, sizes_of
 from coterie.views.report.map import mapped_clients, neighbours, principal
+from coterie.views.words import safe_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -235,7 +236,7 @@ def confusion(run: Any, *, dark: bool = False) -> Figure:
     figure, axes = panel(*size, (1.1, 1.2, 0.6, 0.6), theme, f"{data.title}: clusters and true groups")
     image = axes.imshow(table, cmap=theme.shades, vmin=0, aspect="auto", gid="table")
     columns, rows, names = spread_evenly(wide, 14), spread_evenly(high, 20), data.group_names()
-    axes.set_xticks(columns, [names[i][:12] for i in columns], parse_math=False)
+    axes.set_xticks(columns, [safe_text(names[i])[:12] for i in columns], parse_math=False)
     axes.set_yticks(rows, [cluster_name(clusters[i])[:14] for i in rows], parse_math=False)
     axes.set_xlabel("true group")
     light = image.to_rgba(table)[..., :3] @ [0.299, 0.587, 0.114]  # [K, G]

@@ -26,6 +26,7 @@ from coterie.views.plots.style import (
     put_colour_bar,
 )
 from coterie.views.report.payload import mosaic_of, tile_gap
+from coterie.views.words import safe_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -163,7 +164,7 @@ def _draw_tiles(
     tiles = np.where(np.isnan(tiles), to_rgb(theme.faint), tiles)
     rows, columns, high, wide = tiles.shape[:4]
     size = float(np.clip(9.0 / columns, 0.4, 0.75))  # inches of a tile
-    shown = [name if len(name) <= 32 else f"{name[:31]}…" for name in names]
+    shown = [name if len(name) <= 32 else f"{name[:31]}…" for name in map(safe_text, names)]
     margins = (0.35 + 0.085 * max(map(len, shown)), 0.2, 0.7, 0.15)
     figure, axes = panel(size * columns, size * rows, margins, theme, title)
     axes.imshow(mosaic_of(tiles, to_rgb(theme.paper)), gid="pictures", aspect="auto")

@@ -16,6 +16,7 @@ from coterie.errors import MissingExtra
 from coterie.runs.metrics import METRICS
 from coterie.runs.reading import RunData, as_run
 from coterie.views.report.flow import NOT_SEEN, OTHERS
+from coterie.views.words import safe_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,7 +99,8 @@ def panels(
     left, right, above, below = margins
     full_width, full_height = left + count * (width + gap) - gap + right, above + height + below
     figure = Figure(figsize=(full_width, full_height), dpi=150, facecolor=theme.paper)
-    figure.text(0.12 / full_width, 1 - 0.12 / full_height, title, va="top", color=theme.ink, fontsize=10)
+    shown: dict[str, Any] = {"va": "top", "color": theme.ink, "fontsize": 10, "parse_math": False}
+    figure.text(0.12 / full_width, 1 - 0.12 / full_height, safe_text(title), **shown)
     found = []
     for start in left + np.arange(count) * (width + gap):
         box = (start / full_width, below / full_height, width / full_width, height / full_height)
@@ -124,6 +126,8 @@ def put_legend(axes: Axes, theme: Theme, *, beside: bool = False, **more: Any) -
     options: dict[str, Any] = {"frameon": False, "fontsize": 8, "columnspacing": 1.2, "handlelength": 1.6}
     legend = axes.legend(labelcolor=theme.ink, **place | options | more)
     legend.get_title().set_color(theme.ink)
+    for text in legend.get_texts():  # of others: no formulas, no control characters
+        text.set(text=safe_text(text.get_text()), parse_math=False)
 
 
 def put_colour_bar(

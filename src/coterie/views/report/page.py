@@ -7,11 +7,9 @@ and its content security policy allows no scripts but its own two.
 from __future__ import annotations
 
 import base64
-import contextlib
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -20,6 +18,7 @@ from typing import Any
 
 from coterie.errors import StorageError
 from coterie.runs.reading import RunData
+from coterie.trust import write_whole
 from coterie.views.report.payload import page_payload
 
 SCRIPTS = ("charts.js", "report.js")
@@ -93,13 +92,9 @@ def write_report(
     """Write the page completely, or leave the old file as it was."""
     say(f"writing the report of {len(runs)} run(s)")
     text = report_html(runs, tsne=tsne, situations=situations)
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, text.encode("utf-8", "replace"))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
     return path

@@ -114,7 +114,7 @@ class Store:
     # ---- parts ----
 
     def _read(self, path: Path, *, whole: bool = True) -> RunData:
-        return read_run(path, within=self.root, whole=whole)
+        return read_run(path, whole=whole)
 
     def _page(self, named: Sequence[tuple[str, RunData]]) -> dict[str, Any]:
         page = page_payload([run for _, run in named], tsne=False)

@@ -1,0 +1,121 @@
+"""What may come from somebody else: code that settings name (`module:callable`), and links in place of files.
+
+A run folder may come from somebody else. What its settings would import, or which machine they would connect to, is
+refused until the user says `--trust`, and code that lies inside a run folder is never imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import os
+import re
+import stat
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from coterie.errors import ConfigError, RunError
+
+# Fields with which settings import code (if they contain a colon) or connect to a machine.
+_CODE = (("run", "algorithm"), ("run", "model"), ("run", "loss"), ("work", "optimizer"))
+_MACHINES = (("engine", "address"),)
+_ONLY_IN_RUNS = ("rounds.jsonl", "clients.npz")
+_SCHEMA = re.compile(rb"^\s*schema\s*=", re.MULTILINE)  # of a config.toml that a run wrote
+
+
+def import_object(spec: str, what: str) -> Any:
+    """Import `module:name`; modules in the current folder are found too, modules in a run folder are refused."""
+    module_name, _, attribute = spec.partition(":")
+    here = os.getcwd()
+    if here not in sys.path and run_folder_of(Path(here)) is None:
+        sys.path.insert(0, here)
+    for place in _places_of(module_name):
+        folder = run_folder_of(place)
+        if folder is not None:
+            raise ConfigError(
+                f"{what} {spec} is not imported: {place} is inside the run folder {folder}. Read the code, and move "
+                "it elsewhere if you trust it."
+            )
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:  # the user's code may raise anything
+        raise ConfigError(f"{what} {spec} cannot be imported: {type(error).__name__}: {error}.") from error
+
+
+def _places_of(module: str) -> Iterator[Path]:
+    """The files and folders that importing a module would use, found without running any code."""
+    search: list[str] | None = None
+    for part in module.split("."):
+        try:
+            found = importlib.machinery.PathFinder.find_spec(part, search)
+        except (ImportError, ValueError):
+            return
+        if found is None:
+            return
+        search = list(found.submodule_search_locations or ())
+        yield from map(Path, [*search, *([found.origin] if found.has_location and found.origin else [])])
+        if not search:
+            return
+
+
+def check_trust(
+    tables: Mapping[str, Mapping[str, Any]],
+    where: Path,
+    trust: bool,
+    given: Collection[tuple[str, str]] = (),
+    way_out: str = "Say --trust (in Python trust=True) if you know who wrote them",
+) -> None:
+    """Raise unless the settings of `where` import and connect to nothing, or are trusted.
+
+    `given` are the fields that the user has given again.
+    """
+    named = [
+        f"{table}.{key} = '{value}'"
+        for table, key in (*_CODE, *_MACHINES)
+        if (table, key) not in given
+        and isinstance(value := tables.get(table, {}).get(key), str)
+        and (":" in value or (table, key) in _MACHINES)
+    ]
+    if named and not trust:
+        raise RunError(
+            f"The settings of {where} would import code or connect to a machine: {', '.join(named)}. {way_out}."
+        )
+
+
+def run_folder_of(path: Path) -> Path | None:
+    """The run folder that a path is in, or leads to by links; None if there is none."""
+    for start in dict.fromkeys((Path(os.path.abspath(path)), Path(os.path.realpath(path)))):
+        for folder in (start, *start.parents):
+            if any((folder / name).exists() for name in _ONLY_IN_RUNS) or _has_schema(folder / "config.toml"):
+                return folder
+    return None
+
+
+def _has_schema(path: Path) -> bool:
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except OSError:
+        return False
+    with os.fdopen(handle, "rb") as file:
+        return stat.S_ISREG(os.fstat(handle).st_mode) and _SCHEMA.search(file.read(1 << 16)) is not None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file completely, or leave the old one as it was. Links are replaced, not followed."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with open(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666), "wb"
+        ) as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
