@@ -10,6 +10,7 @@ Colours tell methods apart, and `coterie` is black. Of a method with two rows, t
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -106,8 +107,9 @@ def _titled(figure: Figure, title: str) -> Figure:
 
 
 def _side_by_side(count: int, title: str, right: float, *, width: float = 3.3, height: float = 2.9) -> Any:
-    """A figure with panels that have a grid; `right` inches are left for a legend."""
+    """A figure with panels that have a grid; `right` inches are left for a legend. A long title has several lines."""
     figure, found = panels(count, width, height, (0.75, right, 0.8, 0.55), 0.65, LIGHT, title)
+    _titled(figure, textwrap.fill(title, int(figure.get_size_inches()[0] / 0.08)))
     for axes in found:
         axes.grid(color=LIGHT.faint, linewidth=0.4)
         axes.set_axisbelow(True)
@@ -139,7 +141,7 @@ def _save_curves(cells: Sequence[Cell], runs: Path, folder: Path, looks: Mapping
     if not cells:
         return []
     columns = _names(cells, "column")
-    what = f"{title}: accuracy by round, mean over seeds; clients weigh by their samples"
+    what = f"{title}: accuracy by round, mean over seeds"
     figure, found = _side_by_side(len(columns), what, _room(looks))
     for axes, column in zip(found, columns, strict=True):
         for row, look in looks.items():  # all rows are in the legend, whichever panel has them
@@ -155,6 +157,7 @@ def _save_curves(cells: Sequence[Cell], runs: Path, folder: Path, looks: Mapping
         axes.set_title(column, fontsize=9)
         score_axis(axes, SCORE)
         round_axis(axes)
+    found[0].set_ylabel("accuracy, clients weighted by samples")
     put_legend(found[-1], LIGHT, beside=True, handlelength=2.6)
     return _save(figure, folder, "accuracy by round")
 
@@ -344,7 +347,7 @@ def pseudo_confusion(result: Result, runs: Path, folder: Path) -> list[Path]:
             means = {group: np.mean(maps[group], axis=0) for group in sorted(maps)}
             titles = [f"{group}: diagonal {np.diag(one).mean():.2f}" for group, one in means.items()]
             seeds = ", ".join(place.rpartition("-s")[2] for place in cell["runs"])
-            title = f"{cell['row']}: pseudo samples as classified by new models, mean over seeds {seeds}"
+            title = f"{cell['row']}: pseudo samples as classified by new models, seeds {seeds}"
             files += _save(draw_maps(list(means.values()), titles, title, LIGHT), folder, "confusion", cell["row"])
     return files
 
