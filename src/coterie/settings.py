@@ -53,6 +53,15 @@ def setting(
     return dataclasses.field(default=default, metadata={"help": help, **limits, **more})
 
 
+def _plain(limit: float) -> str:
+    """A limit as people write it.
+
+    >>> _plain(0.5), _plain(10_000_000), _plain(1e9)
+    ('0.5', '10,000,000', '1e+09')
+    """
+    return f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Field:
     """One setting as it is shown, read and checked."""
@@ -85,7 +94,7 @@ class Field:
         low = [("[" if sign == "ge" else "(", self.bounds[sign]) for sign in ("ge", "gt") if sign in self.bounds]
         high = [("]" if sign == "le" else ")", self.bounds[sign]) for sign in ("le", "lt") if sign in self.bounds]
         inside = (
-            f", in {low[0][0]}{low[0][1]:g}, {high[0][1]:g}{high[0][0]}"
+            f", in {low[0][0]}{_plain(low[0][1])}, {_plain(high[0][1])}{high[0][0]}"
             if low and high and float in _members(self.kind)
             else ""
         )
@@ -107,7 +116,7 @@ class Field:
     def _in_words(self, kinds: Iterable[Any]) -> str:
         if self.choices:
             return listed([f"'{choice}'" for choice in self.choices])
-        limits = " and ".join(f"{_COMPARE[sign][1]} {limit:g}" for sign, limit in self.bounds.items())
+        limits = " and ".join(f"{_COMPARE[sign][1]} {_plain(limit)}" for sign, limit in self.bounds.items())
         return listed([part for kind in kinds for part in _kind_in_words(kind, f" {limits}" if limits else "")])
 
 

@@ -103,7 +103,10 @@ def test_one_newcomer_is_enough(command: Command, runs: Path):
     [
         ((), "onboard needs the data of the new clients: --dataset NAME"),
         (("--dataset", "rotatd-digits"), "Did you mean 'rotated-digits'?"),
-        (("--dataset", "digits", "--clients", "x"), "--clients must be an int >= 1. Got 'x' instead."),
+        (
+            ("--dataset", "digits", "--clients", "x"),
+            "--clients must be an int >= 1 and <= 10,000,000. Got 'x' instead.",
+        ),
         (
             ("--dataset", "digits", "--set", "work.lr=1"),
             "--set takes fields of dataset or scenario here.",

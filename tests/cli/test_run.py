@@ -431,7 +431,7 @@ def damaged(content: bytes) -> bytes:
         ({"user": np.arange(50)}, "60 samples but 50 entries in 'user'"),
         ({"x": np.full((60, 4), np.nan)}, "x has NaN or infinite values"),
         ({"x": np.arange(60)}, "x must have shape [samples, ...]"),
-        ({"y": np.array([1j] * 60)}, "y must contain classes (integers or words) or float targets"),
+        ({"y": np.array([1j] * 60)}, "it holds values of type complex128"),
         ({"x": np.array([{}] * 60)}, "contains Python objects"),
     ],
 )

@@ -56,7 +56,7 @@ def test_three_rounds_against_a_loop(adaptive, momentum):
 
 def test_the_share_stays_in_its_interval():
     federation, _, _ = problem()
-    run = trainer(APFL(), federation, SGD(lr=0.3, steps=30, batch_size="full"), rounds=4)
+    run = trainer(APFL(), federation, SGD(lr=0.6, steps=30, batch_size="full"), rounds=8)
     run.run()
     shares = run.engine.memory_tensors()["value.share"]
     assert bool(((shares >= 0) & (shares <= 1)).all())

@@ -228,7 +228,9 @@ def test_a_value_of_the_wrong_kind_is_one_sentence(key: str, value: Any):
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, "many", True, 2.5])
 def test_clients_must_be_a_number_of_clients(value: Any):
-    with pytest.raises(ConfigError, match=r"clients of RunSettings must be an int >= 1 or None\. Got .* instead"):
+    with pytest.raises(
+        ConfigError, match=r"clients of RunSettings must be an int >= 1 and <= 10,000,000 or None\. Got .* instead"
+    ):
         resolved(clients=value)
 
 
