@@ -126,6 +126,16 @@ def test_a_permutation_holds_each_number_once(size, seed):
     assert sorted(found.tolist()) == list(range(size))
 
 
+@pytest.mark.parametrize(
+    ("size", "count"), [(1000, 0), (1000, 7), (1000, 250), (1000, 251), (1000, 1000), (3, 1), (0, 0)]
+)
+def test_the_first_entries_of_a_permutation(size, count):
+    rng = Rng.seed(5)
+    found = rng.permutation(size, count)
+    assert torch.equal(found, rng.permutation(size)[:count])
+    assert found.untyped_storage().nbytes() == 8 * count  # nothing of the rest is held
+
+
 def test_permutations_of_three_are_all_equally_likely():
     keys = mix(torch.arange(6000))
     found = permutations(keys, torch.full((6000,), 3))

@@ -184,3 +184,13 @@ def test_one_thread_trains_a_small_network_alone(batch, expected):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("groups", "tuned"), [(1, True), (4, False)])
+def test_depthwise_convolutions_are_not_tuned(groups, tuned):
+    def network(input_shape, num_outputs):
+        layers = [torch.nn.Conv2d(1, 4, 3), torch.nn.Conv2d(4, 4, 3, padding=1, groups=groups), torch.nn.Flatten()]
+        return torch.nn.Sequential(*layers, torch.nn.Linear(16, num_outputs))
+
+    setup = setup_of(FedAvg(), model=network, model_settings={})
+    assert make_engine("loop", setup.task(), setup.federation(), "cpu", {})._tuned is tuned
