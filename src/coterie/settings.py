@@ -56,10 +56,10 @@ def setting(
 def _plain(limit: float) -> str:
     """A limit as people write it.
 
-    >>> _plain(0.5), _plain(10_000_000), _plain(1e9)
-    ('0.5', '10,000,000', '1e+09')
+    >>> _plain(0.5), _plain(65535), _plain(10_000_000)
+    ('0.5', '65535', '10,000,000')
     """
-    return f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
+    return f"{limit:,}" if isinstance(limit, int) and limit >= 1_000_000 else f"{limit:g}"
 
 
 @dataclasses.dataclass(frozen=True)

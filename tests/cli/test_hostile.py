@@ -86,7 +86,8 @@ def test_clients_of_odd_names_are_trained_and_shown(command: Command, name: str)
 
 def test_a_trillion_clients_are_refused_in_a_sentence(command: Command):
     assert (
-        "--clients must be an int >= 1 and <= 1e+07. Got '1000000000000'" in command("run", "--clients", 10**12).error
+        "--clients must be an int >= 1 and <= 10,000,000. Got '1000000000000'"
+        in command("run", "--clients", 10**12).error
     )
 
 

@@ -1,4 +1,7 @@
-"""Every registered method gives its golden results, on both engines (`make golden` writes them anew)."""
+"""Every registered method gives its golden results, on both engines (`make golden` writes them anew).
+
+The first seed is part of the default run, the others of `make test-slow`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 from tests.golden.record import ENGINES, FILE, SEEDS, arrays, methods, run
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("method", methods())
 def test_golden_results(method, engine, seed, tmp_path):
