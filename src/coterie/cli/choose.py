@@ -33,9 +33,9 @@ def choose(
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Recommend a number of clusters, and say why.
+    """Recommend a number of clusters and explain the choice.
 
-    Trains some of the clients for a few rounds with each number, and compares accuracy on samples held out.
+    Trains some of the clients for a few rounds with each number and compares their accuracy on held-out samples.
     """
     from coterie.runs.choose_k import choose_k
     from coterie.runs.experiment import resolve

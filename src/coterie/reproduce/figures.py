@@ -293,7 +293,7 @@ def bytes_by_network(result: Result, runs: Path, folder: Path) -> list[Path]:
 
 
 def _gigabytes(cell: Cell, runs: Path, rounds: int) -> float:
-    """Sent in so many rounds; those after the run are like its last one. The mean over seeds."""
+    """Gigabytes sent in this many rounds, mean over seeds. Rounds that were not run count as the last one that was."""
     totals = []
     for one in _read(cell, runs):
         sent = megabytes_sent(one)

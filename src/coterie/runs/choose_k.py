@@ -214,7 +214,7 @@ def choose_k(
     seed: int | None = None,
     observer: Callable[[Row], None] | None = None,
 ) -> Choice:
-    """Try every K from `first` to `last` on a sample of the clients, and recommend one.
+    """Try every K from `first` to `last` on a sample of the clients and recommend one.
 
     K is a property of the clients: the experiment's method plays no part. `last=None` is 8, or the number of clients if
     that is smaller. `seed` is by default the experiment's. `observer` gets the row of each K, without gains.

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from coterie.data.columns import as_splits
 from coterie.data.readers._files import indexed, invalid, must_exist
 from coterie.data.readers._images import Size, pillow, read_image
+from coterie.data.values import MOST_CLASSES
 from coterie.errors import ConfigError, DataError
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 _SPLITS = ("train", "valid", "validation", "val", "test")
-_MOST_CLASSES = 100_000  # larger numbers are ids: the network would need that many outputs
 _COLUMNS = ("file", "label", "user", "group", "is_train", "split")
 
 
@@ -137,8 +137,8 @@ def _classes(labels: list[str], table: Path) -> tuple[NDArray[np.int64], tuple[s
     if not all(label.isascii() and label.isdigit() for label in labels):
         return indexed(np.array(labels))
     numbers = [int(label) for label in labels]
-    if max(numbers) >= _MOST_CLASSES:
-        raise invalid(table, f"has the class number {max(numbers)}", f"use numbers below {_MOST_CLASSES} or words")
+    if max(numbers) >= MOST_CLASSES:
+        raise invalid(table, f"has the class number {max(numbers)}", f"use numbers below {MOST_CLASSES} or words")
     return np.array(numbers, dtype=np.int64), tuple(str(number) for number in range(max(numbers) + 1))
 
 
