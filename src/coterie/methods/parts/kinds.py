@@ -31,6 +31,7 @@ SURE = 10.0  # q beyond which they are
 _NOTHING = 2.0  # z of groups that share no class: nothing speaks against merging them, but better known pairs go first
 _MOST = 400  # clients that are merged pair by pair; the others join the group that is nearest
 _ROUNDS = 20  # of moving clients and joining groups, at most
+_BLOCK = 1024  # clients that are compared with all groups at a time
 _TINY = 1e-30
 
 
@@ -176,7 +177,7 @@ def find_kinds(found: Halves, noise: Noise, keys: Tensor, limits: Limits) -> Kin
     labels[: len(some)], last = _merged(sorted_found.at(some), noise, limits)
     if len(some) < len(found):
         known = torch.arange(len(found)) < len(some)
-        labels = _nearest(sorted_found, labels, known, noise)
+        labels = _nearest(_distances(sorted_found, labels, known, noise), labels)
     labels = _settled(sorted_found, labels, noise, limits)
     labels = torch.zeros_like(labels).index_copy(0, order, labels)
     return _described(found, labels, noise, last)
@@ -236,7 +237,7 @@ def _settled(found: Halves, labels: Tensor, noise: Noise, limits: Limits) -> Ten
     for _ in range(_ROUNDS):
         before = labels
         for _ in range(_ROUNDS):
-            moved = _numbered(_nearest(found, labels, everyone, noise))
+            moved = _numbered(_nearest(_distances(found, labels, everyone, noise), labels))
             if torch.equal(moved, labels) or int(moved.max()) + 1 < limits.least:
                 break
             labels = moved
@@ -249,15 +250,23 @@ def _settled(found: Halves, labels: Tensor, noise: Noise, limits: Limits) -> Ten
 
 def _joined(found: Halves, labels: Tensor, noise: Noise, limits: Limits) -> Tensor:
     """Join groups that do not differ, the most alike first."""
-    while int(labels.max()) + 1 > limits.least:
-        z, q = _between(found, labels, noise)
-        same = ~limits.differ(z, q) if len(z) <= (limits.most or len(z)) else torch.ones_like(z, dtype=torch.bool)
+    left = int(labels.max()) + 1
+    pairs = Pairs.of(found.grouped(labels, left))
+    every = torch.arange(left, device=found.first.device)
+    alive = torch.ones(left, dtype=torch.bool, device=found.first.device)
+    while left > limits.least:
+        z, q = pairs.evidence(noise, every, every)
+        same = ~limits.differ(z, q) if left <= (limits.most or left) else torch.ones_like(z, dtype=torch.bool)
+        same &= alive.unsqueeze(1) & alive
         same.fill_diagonal_(False)
         if not bool(same.any()):
             break
-        a, b = divmod(int(z.where(same, torch.inf).argmin()), len(z))
-        labels = _numbered(torch.where(labels == max(a, b), min(a, b), labels))
-    return labels
+        a, b = sorted(divmod(int(z.where(same, torch.inf).argmin()), len(z)))
+        pairs.merge(a, b)
+        labels = torch.where(labels == b, a, labels)
+        alive[b] = False
+        left -= 1
+    return _numbered(labels)
 
 
 def _dissolved(found: Halves, labels: Tensor, noise: Noise, limits: Limits) -> Tensor:
@@ -268,51 +277,70 @@ def _dissolved(found: Halves, labels: Tensor, noise: Noise, limits: Limits) -> T
     sizes = labels.bincount()
     if len(sizes) <= max(2, limits.least):
         return labels
-    everyone = torch.ones(len(labels), dtype=torch.bool)
+    distances = _distances(found, labels, torch.ones(len(labels), dtype=torch.bool), noise)
+    groups = found.grouped(labels, len(sizes))
     for group in sizes.argsort(stable=True).tolist():
         mine = labels == group
-        left = _nearest(found, labels, everyone & ~mine, noise)
-        if bool((left[mine] == group).any()):
+        left = distances[mine.to(distances.device)]
+        left[:, group] = torch.inf
+        goes = _nearest(left, labels[mine])
+        if bool((goes == group).any()):
             continue  # a member shares no class with any other group
-        tried = torch.where(mine, left, labels)
-        parts = torch.where(mine, len(sizes) + left, labels)  # those who leave, by where they go
-        used, numbered = parts.unique(return_inverse=True)
-        z, _ = _between(found, numbered, noise)
-        places = {int(part): place for place, part in enumerate(used)}
-        goes = [(places[part], places[part - len(sizes)]) for part in places if part >= len(sizes)]
-        if all(float(z[a, b]) < limits.clear / 2 for a, b in goes):  # a part of a group is less clear than all of it
-            return _numbered(tried)
+        places, numbered = goes.unique(return_inverse=True)
+        leaving = found.at(mine).grouped(numbered, len(places))
+        both = Pairs.of(Halves.joined([leaving, groups.at(places)]))
+        every = torch.arange(len(places), device=found.first.device)
+        z, _ = both.evidence(noise, every, every + len(places))
+        if bool((z.diagonal() < limits.clear / 2).all()):  # a part of a group is less clear than all of it
+            return _numbered(labels.masked_scatter(mine, goes))
     return labels
 
 
-def _nearest(found: Halves, labels: Tensor, known: Tensor, noise: Noise) -> Tensor:
-    """The group whose OTHER members in `known` [n] are nearest to each client [n]; its own where none can be compared.
+def _distances(found: Halves, labels: Tensor, known: Tensor, noise: Noise) -> Tensor:
+    """How far each client is from the OTHER members of each group that are in `known` [n]: [n, K], inf where unknown.
 
     Distances are corrected for the noise of the group's mean, which is larger in small groups.
     """
     device = found.first.device
-    counts = found.counts.sum(2)  # [n, L]
-    rows = torch.einsum("nlp,nlpd->nld", found.counts, torch.stack([found.first, found.second], dim=2))
-    rows = rows / counts.clamp_min(1).unsqueeze(2)
-    distances = []
     there, inside = labels.to(device), known.to(device)
-    for group in range(int(labels.max()) + 1):
-        mine = ((there == group) & inside).to(rows)
-        weights = counts * mine.unsqueeze(1)
-        sums = torch.einsum("nl,nld->ld", weights, rows)
-        others = weights.sum(0) - weights  # [n, L]
-        means = (sums - weights.unsqueeze(2) * rows) / others.clamp_min(1).unsqueeze(2)
-        apart = (rows - means).square().sum(2) - noise.size / others.clamp_min(1)
-        shared = counts * others / (counts + others).clamp_min(1)
-        shared = shared.where(others > 0.5, 0) / noise.size.clamp_min(_TINY)
+    num_groups = int(labels.max()) + 1
+    counts = found.counts.sum(2).double()  # [n, L]
+    sums = counts.new_zeros(num_groups, *found.first.shape[1:])
+    for part, rows in enumerate((found.first, found.second)):
+        weighted = rows.double() * found.counts[..., part, None]
+        sums.index_add_(0, there[inside], weighted[inside])
+    totals = counts.new_zeros(num_groups, counts.shape[1]).index_add_(0, there[inside], counts[inside])
+    norms, size = sums.square().sum(2), noise.size.double().clamp_min(_TINY)
+    alone = there[inside].bincount(minlength=num_groups) == 1
+    tables = []
+    for some in torch.arange(len(found), device=device).split(_BLOCK):
+        here = found.at(some)
+        weights = counts[some]
+        rows = (here.first.double() * here.counts[..., :1] + here.second.double() * here.counts[..., 1:]).div_(
+            weights.clamp_min(1).unsqueeze(2)
+        )
+        own = rows.square().sum(2).unsqueeze(1)
+        member = torch.nn.functional.one_hot(there[some], num_groups) * inside[some].unsqueeze(1)  # [b, K]
+        weights = weights.unsqueeze(1)  # [b, 1, L]
+        mine = member.unsqueeze(2) * weights
+        others = totals - mine  # [b, K, L]
+        few = others.clamp_min(1)
+        products = torch.einsum("nld,kld->nkl", rows, sums)
+        means = (norms - 2 * mine * products + mine.square() * own) / few.square()  # squared norms, without the client
+        apart = own - 2 * (products - mine * own) / few + means - size / few
+        shared = (weights * others / (weights + others).clamp_min(1)).where(others > 0.5, 0) / size
         # A client that is alone in its group is as far from it as from others of its kind: by its own noise.
-        alone = (mine.sum() == 1) & (mine > 0)
-        apart = torch.where(alone.unsqueeze(1), noise.size / counts.clamp_min(1), apart)
-        shared = torch.where(alone.unsqueeze(1), counts / noise.size.clamp_min(_TINY), shared)
-        total = shared.sum(1)
-        distances.append(((shared * apart).sum(1) / total.clamp_min(_TINY)).where(total > 0, torch.inf))
-    table = torch.stack(distances, dim=1)
-    nearest: Tensor = table.argmin(1).where(table.isfinite().any(1), there)
+        single = ((member > 0) & alone).unsqueeze(2)
+        apart = torch.where(single, size / weights.clamp_min(1), apart)
+        shared = torch.where(single, weights / size, shared)
+        total = shared.sum(2)
+        tables.append(((shared * apart).sum(2) / total.clamp_min(_TINY)).where(total > 0, torch.inf))
+    return torch.cat(tables)
+
+
+def _nearest(distances: Tensor, labels: Tensor) -> Tensor:
+    """The nearest group of each client [n] on the CPU; its own where none can be compared."""
+    nearest: Tensor = distances.argmin(1).where(distances.isfinite().any(1), labels.to(distances.device))
     return nearest.cpu()
 
 
