@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coterie.errors import ConfigError, RunError, UnknownName
-from coterie.reproduce import outcome
 from coterie.reproduce.outcome import Found, draw, measure, page, read_result, read_runs, result_of, write
 from coterie.reproduce.suite import Suite, read_suite
 
@@ -165,19 +163,3 @@ def test_measures_are_metrics_of_runs_and_of_unseen_clients():
     assert measure("ari").read({"ari": 0.5}) == 0.5
     with pytest.raises(UnknownName, match="no metric 'acuracy'"):
         measure("acuracy")
-
-
-def test_the_commit_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    source = tmp_path / "outcome.py"
-    source.write_text("")
-    monkeypatch.setattr(outcome, "__file__", str(source))
-    assert outcome.commit() is None  # not a file of that repository
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "-qm", "a"], check=True)
-    clean = outcome.commit()
-    assert clean is not None
-    assert len(clean) == 40
-    source.write_text("changed")
-    assert outcome.commit() == f"{clean}-dirty"

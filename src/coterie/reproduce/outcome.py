@@ -5,7 +5,7 @@ result.json, schema 1. Numbers are as the papers print them: accuracies and F1 i
     schema       1
     suite        "md_icfl/table4"; paper, title: as in the suite
     command      the command that makes it, without --out
-    commit       of the source, with "-dirty" if files were changed; null outside a git repository
+    commit       of the source of the newest run, with "-dirty" if files were changed; null outside a git repository
     date         when the newest run began, ISO 8601
     machine      platform, processor, threads, gpu (null: none), torch, python; of the newest run
     seconds      sum over the runs
@@ -40,7 +40,6 @@ from __future__ import annotations
 import datetime
 import json
 import statistics
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -137,7 +136,7 @@ def result_of(
         "paper": suite.paper,
         "title": suite.title,
         "command": command,
-        "commit": commit(),
+        "commit": newest.get("commit"),
         "date": newest.get("date") or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {key: newest.get(key) for key in ("platform", "processor", "threads", "gpu", "torch", "python")},
         "seconds": sum(_seconds(summary) for summary in found.summaries.values()),
@@ -257,21 +256,6 @@ def _notes(
     machines = {(one.get("platform"), one.get("gpu"), one.get("torch")) for one in found.environments.values()}
     if len(machines) > 1:
         yield f"The runs were made on {len(machines)} machines or versions; the newest one is named."
-
-
-def commit() -> str | None:
-    """The commit of the source, marked if files were changed; None outside a git repository."""
-
-    def git(*arguments: str) -> str:
-        here = Path(__file__)
-        done = subprocess.run(["git", "-C", here.parent, *arguments], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", __file__)  # an installed copy may lie inside another repository
-        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 # ---- reading and writing ----

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import platform
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -205,9 +207,10 @@ def environment(engine: Engine, digest: str) -> dict[str, Any]:
     """The machine and the versions of a run."""
     return {
         "coterie": VERSION,
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "processor": platform.machine(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None,
@@ -217,3 +220,19 @@ def environment(engine: Engine, digest: str) -> dict[str, Any]:
         "notes": list(engine.notes),
         "digest": digest,
     }
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit of the source, marked if files were changed; None outside a git repository."""
+
+    def git(*arguments: str) -> str:
+        here = Path(__file__)
+        done = subprocess.run(["git", "-C", here.parent, *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", __file__)  # an installed copy may lie inside another repository
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -378,9 +378,9 @@ def test_the_mean_of_a_small_group_is_far_by_its_own_noise():
     counts = torch.tensor([2.0, 2.0, 4e3, 4e3]).double().reshape(4, 1, 1).expand(4, 1, 2)
     noise = Noise(torch.tensor([4.0]).double(), torch.tensor([16.0]).double())
     everyone, labels = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
-    assert int(kinds._nearest(Halves(rows, rows, counts), labels, everyone, noise)[0]) == 0
+    assert int(kinds._nearest(kinds._distances(Halves(rows, rows, counts), labels, everyone, noise), labels)[0]) == 0
     quiet = Noise(noise.size / 1e6, noise.spread)
-    assert int(kinds._nearest(Halves(rows, rows, counts), labels, everyone, quiet)[0]) == 1
+    assert int(kinds._nearest(kinds._distances(Halves(rows, rows, counts), labels, everyone, quiet), labels)[0]) == 1
 
 
 # ---- hard cases ----
