@@ -383,6 +383,73 @@ def test_the_mean_of_a_small_group_is_far_by_its_own_noise():
     assert int(kinds._nearest(kinds._distances(Halves(rows, rows, counts), labels, everyone, quiet), labels)[0]) == 1
 
 
+# ---- people ----
+
+
+def people(members, apart, classes=4, width=64, samples=60, seed=0):
+    """Kinds whose members differ from each other too, by 1; two kinds differ by `apart`, both relative to noise 4."""
+    rng = Rng.seed(seed)
+    true = torch.arange(len(members)).repeat_interleave(torch.tensor(members))
+    own = rng.at("own").normal(len(true), classes, width) / math.sqrt(2 * width)
+    of_kind = apart * rng.at("kind").normal(len(members), classes, width) / math.sqrt(2 * width)
+    counts = torch.full((len(true), classes, 2), samples // 2)
+    return drawn(own + of_kind[true], counts, 4 / math.sqrt(width) * torch.ones(width), rng.at("noise")), true
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_people_who_all_differ_are_of_one_kind(seed):
+    found, _ = people([60], apart=0, seed=seed)
+    z, q = evidence(found, Noise.of(found), torch.arange(30), torch.arange(30, 60))
+    assert float(z.median()) > kinds.CLEAR  # any two differ clearly
+    assert float(q.median()) > kinds.WORTH
+    assert kinds_of(found).count == 1
+
+
+@pytest.mark.parametrize("members", [[30, 30], [50, 10]])
+def test_kinds_of_people_who_all_differ_are_found(members):
+    found, true = people(members, apart=4)
+    answer = kinds_of(found)
+    assert adjusted_rand_score(true, answer.labels) == 1.0
+
+
+def test_a_single_strange_client_is_no_kind_but_a_very_strange_one_is():
+    for apart, count in ((0.7, 1), (6.0, 2)):
+        found, _ = people([40, 1], apart=apart)
+        assert kinds_of(found).count == count, apart
+
+
+def test_the_spread_is_how_far_members_are_from_each_other():
+    """Members have true gradients of squared length 1/2 around the mean; the noise of one sample is 16."""
+    found, true = people([40, 40], apart=4, width=256)
+    spread = kinds.Spread.of(found, true, Noise(torch.full((4,), 16.0), torch.ones(4)), 2)
+    expected = 0.5 * (1 + 1 / 39) / 16
+    assert (spread.sums / spread.weights).tolist() == pytest.approx([expected] * 2, rel=0.1)
+    assert float(spread.between()[0, 1]) == pytest.approx(expected * (1 + 4 * 2 / 40), rel=0.25)
+    alike = kinds.Spread.of(found.at(true == 0), torch.zeros(40, dtype=torch.int64), Noise.of(found), 1)
+    assert float(alike.weights) == 40 * 4 * 60
+    alone = kinds.Spread.of(found.at(torch.tensor([0, 40])), torch.tensor([0, 1]), Noise.of(found), 2)
+    assert alone.between().tolist() == [[0, 0], [0, 0]]
+
+
+def test_distances_are_those_to_the_means_of_the_others():
+    """One table for all groups is the plain definition, client by client."""
+    found, true = made([5, 4, 1])
+    noise, known = Noise.of(found), torch.arange(10) != 2
+    table = kinds._distances(found, true, known, noise)
+    counts = found.counts.sum(2)
+    for i in range(10):
+        for group in range(3):
+            others = (true == group) & known & (torch.arange(10) != i)
+            weights = counts[others].sum(0)
+            mean = (counts[others].unsqueeze(2) * found.whole[others]).sum(0) / weights.clamp_min(1).unsqueeze(1)
+            apart = (found.whole[i] - mean).square().sum(1) - noise.size / weights.clamp_min(1)
+            shared = counts[i] * weights / (counts[i] + weights).clamp_min(1) / noise.size
+            if group == 2 and i == 9:  # alone
+                apart, shared = noise.size / counts[i].clamp_min(1), counts[i] / noise.size
+            expected = (shared * apart).sum() / shared.sum() if float(shared.sum()) > 0 else torch.inf
+            assert float(table[i, group]) == pytest.approx(float(expected), rel=1e-9)
+
+
 # ---- hard cases ----
 
 

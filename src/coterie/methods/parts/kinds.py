@@ -13,12 +13,16 @@ kind, whatever their sizes, labels and noise. Two numbers follow, over the class
         the bias D, two models have more noise: at q = 1 both cost the same.
 
 Starting from single clients, the pair with the lowest z is merged, until every pair that is left is both clearly
-different and worth a model of its own. The variance of D is tr(S^2) (1/nA_a + 1/nA_b) (1/nB_a + 1/nB_b), where S is the
-covariance of one sample's gradient; products of half differences of different clients estimate tr(S^2).
+different and worth a model of its own. People differ from each other, so with enough samples any two clients differ
+clearly. Kinds are more than that: two groups must be further apart than their members are from the rest of their group.
+
+The variance of D is tr(S^2) (1/nA_a + 1/nA_b) (1/nB_a + 1/nB_b), where S is the covariance of one sample's gradient;
+products of half differences of different clients estimate tr(S^2).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +34,8 @@ WORTH = 0.4  # q beyond which two models may be worth it
 SURE = 10.0  # q beyond which they are
 _NOTHING = 2.0  # z of groups that share no class: nothing speaks against merging them, but better known pairs go first
 _MOST = 400  # clients that are merged pair by pair; the others join the group that is nearest
+_CHANCE = 4.0  # how much further from a group than its members a single client must be
+_ERRORS = 2.0  # standard errors by which clients of a group must differ to count as different
 _ROUNDS = 20  # of moving clients and joining groups, at most
 _BLOCK = 1024  # clients that are compared with all groups at a time
 _TINY = 1e-30
@@ -58,6 +64,12 @@ class Halves:
 
     def __len__(self) -> int:
         return len(self.first)
+
+    @functools.cached_property
+    def whole(self) -> Tensor:
+        """The signatures of both halves, [n, L, D] float64."""
+        rows = (half.double() * self.counts[..., part, None] for part, half in enumerate((self.first, self.second)))
+        return sum(rows) / self.counts.sum(2).clamp_min(1).unsqueeze(2)
 
     def at(self, which: Tensor) -> Halves:
         """Some of them (indices or a mask)."""
@@ -124,10 +136,15 @@ class Pairs:
         deviation = (noise.spread * few[..., 0] * few[..., 1]).clamp_min(_TINY).sqrt()
         classes = shared.sum(2)
         z = (shared * apart / deviation).sum(2) / classes.clamp_min(1).sqrt()
-        samples = left.sum(2).unsqueeze(1), right.sum(2).unsqueeze(0)
-        both = samples[0] * samples[1] / (samples[0] + samples[1]).clamp_min(1)
+        both = _both(left.sum(2).unsqueeze(1), right.sum(2).unsqueeze(0))
         q = (shared * apart * both / noise.size.clamp_min(_TINY)).sum(2) / classes.clamp_min(1)
         return z.where(classes > 0, _NOTHING), q.where(classes > 0, 0.0)
+
+    def samples(self) -> Tensor:
+        """n_a n_b / (n_a + n_b) of each pair, as a mean over shared classes, [n, n]; q is about a distance times it."""
+        counts = self.counts.sum(2)
+        both = _both(counts.unsqueeze(1), counts.unsqueeze(0))
+        return both.sum(2) / (both > 0).sum(2).clamp_min(1)
 
     def merge(self, one: int, other: int) -> None:
         """Make group `one` of both, in place; their products are means, weighted by samples."""
@@ -137,6 +154,60 @@ class Pairs:
         self.cross[one] = (self.cross[both] * weights[:, None, :, 0]).sum(0)
         self.cross[:, one] = (self.cross[:, both] * weights[..., 1]).sum(1)
         self.counts[one] += self.counts[other]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How much the members of K groups differ from each other, in units of the noise of one sample."""
+
+    members: Tensor  # [K]
+    weights: Tensor  # [K] samples of the members
+    sums: Tensor  # [K] squared distances of members from the others, times their samples
+    errors: Tensor  # [K] variances of the sums
+
+    @classmethod
+    def of(cls, found: Halves, labels: Tensor, noise: Noise, num_groups: int) -> Spread:
+        """That of groups, by labels [n]."""
+        spread = cls(*torch.zeros(4, num_groups, dtype=torch.float64, device=found.first.device))
+        for group in range(num_groups):
+            spread.renew(group, found.at(labels == group), noise)
+        return spread
+
+    def renew(self, group: int, found: Halves, noise: Noise) -> None:
+        """Measure a group of these clients anew, in place."""
+        totals = found.counts.sum(0)  # [L, 2]
+        apart, shared = found.first.new_tensor(1.0), found.counts.new_tensor(True, dtype=torch.bool)
+        for part, rows in enumerate((found.first, found.second)):
+            counts = found.counts[..., part]
+            others = totals[:, part] - counts  # [n, L]
+            sums = torch.einsum("nl,nld->ld", counts, rows)
+            means = (sums - counts.unsqueeze(2) * rows) / others.clamp_min(1).unsqueeze(2)
+            apart, shared = apart * (rows - means), shared & (counts > 0) & (others > 0)
+        distances = (apart.sum(2) / noise.size.clamp_min(_TINY)).double()  # [n, L]
+        weights = (found.counts.sum(2) * shared).double()
+        total = weights.sum()
+        mean = (weights * distances).sum() / total.clamp_min(1)
+        each = (weights * (distances - mean)).sum(1)
+        self.members[group], self.weights[group] = len(found), total
+        self.sums[group], self.errors[group] = mean * total, each.square().sum()
+
+    def between(self) -> Tensor:
+        """The squared distance that two groups must exceed, [K, K]: how much members of either surely differ.
+
+        A few clients may be far from the others by chance: the fewer they are, the further they have to be. Of two
+        single clients nothing is known but how much members of other groups differ.
+        """
+        known = (self.weights.unsqueeze(1) + self.weights) > 0
+        weights, sums, errors = (
+            torch.where(known, one.unsqueeze(1) + one, one.sum()) for one in (self.weights, self.sums, self.errors)
+        )
+        few = 1 / self.members.clamp_min(1)
+        surely = ((sums - _ERRORS * errors.sqrt()) / weights.clamp_min(1)).clamp_min(0)
+        return surely * (1 + _CHANCE * (few.unsqueeze(1) + few))
+
+
+def _both(one: Tensor, other: Tensor) -> Tensor:
+    return one * other / (one + other).clamp_min(1)
 
 
 @dataclass(frozen=True)
@@ -249,14 +320,16 @@ def _settled(found: Halves, labels: Tensor, noise: Noise, limits: Limits) -> Ten
 
 
 def _joined(found: Halves, labels: Tensor, noise: Noise, limits: Limits) -> Tensor:
-    """Join groups that do not differ, the most alike first."""
+    """Join groups that do not differ, or no more than their own members do; the most alike first."""
     left = int(labels.max()) + 1
     pairs = Pairs.of(found.grouped(labels, left))
     every = torch.arange(left, device=found.first.device)
     alive = torch.ones(left, dtype=torch.bool, device=found.first.device)
+    spread = Spread.of(found, labels, noise, left)
     while left > limits.least:
         z, q = pairs.evidence(noise, every, every)
-        same = ~limits.differ(z, q) if left <= (limits.most or left) else torch.ones_like(z, dtype=torch.bool)
+        alike = ~limits.differ(z, q) | (q < spread.between() * pairs.samples())
+        same = alike if left <= (limits.most or left) else torch.ones_like(alike)
         same &= alive.unsqueeze(1) & alive
         same.fill_diagonal_(False)
         if not bool(same.any()):
@@ -264,6 +337,8 @@ def _joined(found: Halves, labels: Tensor, noise: Noise, limits: Limits) -> Tens
         a, b = sorted(divmod(int(z.where(same, torch.inf).argmin()), len(z)))
         pairs.merge(a, b)
         labels = torch.where(labels == b, a, labels)
+        spread.renew(a, found.at(labels == a), noise)
+        spread.renew(b, found.at(labels == b), noise)  # nobody
         alive[b] = False
         left -= 1
     return _numbered(labels)
@@ -306,19 +381,14 @@ def _distances(found: Halves, labels: Tensor, known: Tensor, noise: Noise) -> Te
     num_groups = int(labels.max()) + 1
     counts = found.counts.sum(2).double()  # [n, L]
     sums = counts.new_zeros(num_groups, *found.first.shape[1:])
-    for part, rows in enumerate((found.first, found.second)):
-        weighted = rows.double() * found.counts[..., part, None]
-        sums.index_add_(0, there[inside], weighted[inside])
+    for some in inside.nonzero().flatten().split(_BLOCK):
+        sums.index_add_(0, there[some], found.whole[some] * counts[some].unsqueeze(2))
     totals = counts.new_zeros(num_groups, counts.shape[1]).index_add_(0, there[inside], counts[inside])
     norms, size = sums.square().sum(2), noise.size.double().clamp_min(_TINY)
     alone = there[inside].bincount(minlength=num_groups) == 1
     tables = []
     for some in torch.arange(len(found), device=device).split(_BLOCK):
-        here = found.at(some)
-        weights = counts[some]
-        rows = (here.first.double() * here.counts[..., :1] + here.second.double() * here.counts[..., 1:]).div_(
-            weights.clamp_min(1).unsqueeze(2)
-        )
+        rows, weights = found.whole[some], counts[some]
         own = rows.square().sum(2).unsqueeze(1)
         member = torch.nn.functional.one_hot(there[some], num_groups) * inside[some].unsqueeze(1)  # [b, K]
         weights = weights.unsqueeze(1)  # [b, 1, L]
