@@ -1,7 +1,8 @@
 """The connection to the sites over Flower's Grid: discovery, identity, and messages with a deadline.
 
-With `identity="key"` a name belongs, for the whole run, to the registered key that first claimed it. Without keys
-(simulation, insecure trials) a name belongs to the node that claims it, while that node is connected.
+With `identity="key"` a name belongs, for the whole run, to the registered key that first claimed it; nodes without a
+registered key are not even asked. Without keys (simulation, insecure trials) a name belongs to the node that claims it,
+while that node is connected.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from coterie.data.federation import SPLITS, Federation, Split
+from coterie.data.federation import SPLITS, Federation, Split, SplitName
 from coterie.errors import CoterieError
 from coterie.randomness import name_keys
+from coterie.trust import safe_text
 
 log = logging.getLogger("coterie.flower")
 
@@ -27,6 +30,12 @@ Identity = Literal["key", "claimed"]
 _EXTRA_TTL = 60.0  # seconds that a message stays valid after the deadline
 _RETRY = 60.0  # seconds until a node that did not identify itself is asked again
 _HELLO = 30.0  # seconds that a node has to identify itself
+_LONGEST_HELLO = 2000  # characters
+_LONGEST_NAME = 200
+_MOST_NOTES = 100
+MOST_SAMPLES = 100_000_000  # that a node may declare, unless the operator says otherwise
+_DecodeError: type[Exception] = import_module("google.protobuf.message").DecodeError  # it has no types
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError, _DecodeError)
 
 
 class Unreachable(CoterieError):
@@ -39,9 +48,14 @@ class Member:
 
     name: str
     owner: str  # owner of the name: a key fingerprint or a node id
-    train: int  # samples
+    train: int  # samples, as it declared them when it joined
     valid: int
     test: int
+
+    @property
+    def sizes(self) -> dict[SplitName, int]:
+        """The samples of each split."""
+        return {"train": self.train, "valid": self.valid, "test": self.test}
 
 
 class Grid(Protocol):
@@ -53,10 +67,23 @@ class Grid(Protocol):
 
 
 class Link:
-    """Messages to members, by name."""
+    """Messages to members, by name.
 
-    def __init__(self, grid: Grid, identity: Identity, poll: float = 0.05) -> None:
+    With `registered`, only nodes with one of these keys (`owner_of`) are members; it is called at each roll call. With
+    `apart`, replies are pulled one at a time, so that one that cannot be read costs only its sender.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        identity: Identity,
+        poll: float = 0.05,
+        most_samples: int = MOST_SAMPLES,
+        registered: Callable[[], Collection[str]] | None = None,
+        apart: bool = False,
+    ) -> None:
         self._grid, self._identity, self._poll = grid, identity, poll
+        self._most_samples, self._registered, self._apart = most_samples, registered, apart
         self._node: dict[str, int] = {}  # connected members
         self._silent: dict[int, float] = {}  # nodes that did not identify themselves, and when to ask again
         self._refused: dict[int, str] = {}  # rejected nodes, and why
@@ -73,6 +100,7 @@ class Link:
         there = set(self._node.values()) | set(self._refused)
         now = time.monotonic()
         unknown = [number for number in nodes if number not in there and self._silent.get(number, 0.0) <= now]
+        unknown = self._with_keys(unknown, nodes)
         new: list[Member] = []
         hello = {number: ("query", _hello()) for number in unknown}
         for number, reply in sorted(self._exchange(hello, _HELLO), key=lambda pair: _claimed(pair[1])):
@@ -87,12 +115,19 @@ class Link:
 
     def _admit(self, number: int, node: Any, reply: RecordDict) -> Member | None:
         try:
-            claim = json.loads(str(reply["hello"]["json"]))
-            member = Member(str(claim["name"]), self._owner(number, node), *(int(claim[s]) for s in SPLITS))
-        except (KeyError, TypeError, ValueError) as error:
+            name, sizes = _claim(reply)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             return self._reject(number, f"node {number} did not identify itself ({type(error).__name__})")
-        if not member.name or len(member.name) > 200 or not member.name.isprintable() or member.train < 1:
-            return self._reject(number, f"node {number} claims an invalid name or number of samples")
+        if not name or len(name) > _LONGEST_NAME or not name.isprintable():
+            return self._reject(number, f"node {number} claims an invalid name")
+        if sizes["train"] < 1 or not all(0 <= size <= self._most_samples for size in sizes.values()):
+            declared = ", ".join(f"{safe_text(size, 20)} {split}" for split, size in sizes.items())
+            return self._reject(
+                number,
+                f"node {number} declares {declared} samples; allowed are 1 to {self._most_samples} for training, and "
+                f"at most {self._most_samples} others",
+            )
+        member = Member(name, self._owner(number, node), **sizes)
         known = self.members.get(member.name)
         other = self._node.get(member.name)
         if known is not None and known.owner != member.owner and (self._identity == "key" or other is not None):
@@ -106,17 +141,34 @@ class Link:
             self.members[member.name] = member  # without keys, a node that reconnects has a new id
         return member
 
+    def _with_keys(self, numbers: list[int], nodes: Mapping[int, Any]) -> list[int]:
+        """The nodes that may be asked: with `identity="key"`, those with a registered key."""
+        if self._identity != "key":
+            return numbers
+        registered = None if self._registered is None else self._registered()
+        found = []
+        for number in numbers:
+            key = _key_of(nodes[number])
+            if not key:
+                self._note(f"node {number} has no key")
+            elif registered is not None and owner_of(key) not in registered:
+                self._note(f"node {number} has a key that is not registered here")
+            else:
+                found.append(number)
+        return found
+
     def _owner(self, number: int, node: Any) -> str:
-        key = bytes(getattr(node, "public_key", b"") or b"")
-        if self._identity == "key" and key:
-            return "key:" + hashlib.sha256(key).hexdigest()[:32]
-        return f"node:{number}"
+        return owner_of(_key_of(node)) if self._identity == "key" else f"node:{number}"
 
     def _reject(self, number: int, why: str) -> Member | None:
         self._refused[number] = why
-        self.notes.append(why)
-        log.warning("%s; it is rejected", why)
+        self._note(why)
         return None
+
+    def _note(self, why: str) -> None:
+        if why not in self.notes and len(self.notes) < _MOST_NOTES:
+            self.notes.append(why)
+            log.warning("%s; it is rejected", why)
 
     @property
     def connected(self) -> list[str]:
@@ -165,11 +217,11 @@ class Link:
             is_over = False
             while waiting and not is_over:  # look once more after the deadline: answers may have come meanwhile
                 is_over = time.monotonic() >= ends
-                for reply in self._grid.pull_messages(list(waiting)):
-                    # The SuperLink's own errors have no sender, so match replies by the message they answer.
-                    found = waiting.pop(reply.metadata.reply_to_message_id, None)
-                    if found is not None:
-                        yield found, _content(reply)
+                for some in [[message] for message in waiting] if self._apart else [list(waiting)]:
+                    for to, reply in self._pulled(some):
+                        found = waiting.pop(to, None)
+                        if found is not None:
+                            yield found, reply
                 if waiting and not is_over:
                     time.sleep(self._poll)
         except (OSError, RuntimeError) as error:
@@ -178,6 +230,26 @@ class Link:
             ) from error
         for node in waiting.values():
             yield node, f"did not answer in {deadline:g} s"
+
+    def _pulled(self, messages: list[str]) -> list[tuple[str, Any]]:
+        """The replies to these messages that are there, each with the message that it answers."""
+        try:
+            replies = list(self._grid.pull_messages(messages))
+        except _UNREADABLE as error:
+            if not self._apart:
+                raise
+            return [(messages[0], f"sent a message that cannot be read ({type(error).__name__})")]
+        # The SuperLink's own errors have no sender, so match replies by the message they answer.
+        return [(reply.metadata.reply_to_message_id, _content(reply)) for reply in replies]
+
+
+def owner_of(key: bytes) -> str:
+    """How a public key is named where it owns a client's name."""
+    return "key:" + hashlib.sha256(key).hexdigest()[:32]
+
+
+def _key_of(node: Any) -> bytes:
+    return bytes(getattr(node, "public_key", b"") or b"")
 
 
 def _hello() -> RecordDict:
@@ -189,15 +261,27 @@ def _hello() -> RecordDict:
 def _claimed(reply: Any) -> str:
     """The name that a node claims, for an order that does not depend on timing."""
     try:
-        return str(json.loads(str(reply["hello"]["json"]))["name"])
-    except (KeyError, TypeError, ValueError):
+        return _claim(reply)[0]
+    except (KeyError, TypeError, ValueError, RecursionError):
         return ""
+
+
+def _claim(reply: Any) -> tuple[str, dict[SplitName, int]]:
+    """The name and the numbers of samples in a node's answer; raises if they are not a text and three integers."""
+    text = reply["hello"]["json"]
+    if not isinstance(text, str) or len(text) > _LONGEST_HELLO:
+        raise ValueError("a hello is a short text")
+    claim = json.loads(text)
+    name, sizes = claim["name"], {split: claim[split] for split in SPLITS}
+    if not isinstance(name, str) or not all(type(size) is int for size in sizes.values()):
+        raise TypeError("a hello has a name and integers")
+    return name, sizes
 
 
 def _content(reply: Any) -> Any:
     if reply.has_error():
         reason = str(reply.error.reason or "").strip().splitlines()
-        return f"failed with code {reply.error.code}: {reason[-1] if reason else 'no reason given'}"[:500]
+        return safe_text(f"failed with code {reply.error.code}: {reason[-1] if reason else 'no reason given'}", 500)
     return reply.content
 
 
