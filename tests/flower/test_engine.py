@@ -273,13 +273,14 @@ def changed(**arrays):
 
 
 BAD = {
-    "another shape": changed(params=Array(np.zeros((1, 3)))),
-    "answered in another shape than the others": changed(more=Array(np.zeros((1, 3)))),
+    "of shape (1, 3) instead of": changed(params=Array(np.zeros((1, 3)))),
+    "'more', which was not asked for": changed(more=Array(np.zeros((1, 3)))),
     "an unreadable array": changed(params=Array("float64", (1, 3), "numpy.ndarray", b"nothing")),
     "of kind 'pickle'": changed(params=Array("float64", (1, 3), "pickle", b"nothing")),
     "of an unsupported type": changed(params=Array(np.array([["a"]]))),
     "bytes, more than": changed(params=Array(np.zeros((1, 3_000_000)))),
     "instead of one row": changed(params=Array(np.zeros((2, 5)))),
+    "of type float32 instead of float64": changed(params=Array(np.zeros((1, 123), np.float32))),
     "did not answer in": lambda reply: None,
 }
 

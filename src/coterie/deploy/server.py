@@ -183,8 +183,8 @@ def _registered(folder: str) -> Callable[[], set[str]]:
 
     if not folder or not read():
         raise ConfigError(
-            f"identity = \"key\" needs the registered keys of the sites, and there are no .pub files in '{folder}'. Set "
-            'keys to their folder on the server; or set identity = "claimed", for a trial without keys.'
+            f'identity = "key" needs the registered keys of the sites, and there are no .pub files in "{folder}". '
+            'Set keys to their folder on the server; or set identity = "claimed", for a trial without keys.'
         )
     return read
 

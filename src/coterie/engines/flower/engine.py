@@ -299,4 +299,7 @@ class FlowerEngine(Engine):
         split = form.bound_by(self.link.members[client].sizes)
         sizes = sorted(size for member in self.link.members.values() if (size := member.sizes[split]))
         most, total = self.settings.max_weight * sizes[(len(sizes) - 1) // 2] if sizes else 0.0, int(counts.sum())
-        return counts if total <= most else (counts.double() * (most / total)).ceil().to(counts.dtype)
+        if total <= most:
+            return counts
+        scaled = (counts.double() * (most / total)).round().clamp_min(1)  # a class that is held stays held
+        return scaled.to(counts.dtype).where(counts > 0, 0)
