@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from coterie.deploy.init import write_app, write_keys
+from tests.flower import attacks
 
 BIN = Path(sys.executable).parent
 
@@ -54,6 +55,30 @@ def faulty(message, context, call_next):
 
 
 app = client_app(task, [faulty])
+"""
+
+# A site that attacks: `attack` of its node config says how, see attacks.py.
+HOSTILE = """
+from pathlib import Path
+from flwr.app import ConfigRecord, Message, RecordDict
+from coterie.deploy import client_app
+from sites import attacks, task
+
+
+def hostile(message, context, call_next):
+    attack = context.node_config.get("attack", "")
+    if message.metadata.message_type == "query" and attack in attacks.HELLOS:
+        content = RecordDict()
+        text = attacks.HELLOS[attack].replace("NAME", str(context.node_config["name"]))
+        content["hello"] = ConfigRecord({"json": text})
+        return Message(content, reply_to=message)
+    reply = call_next(message, context)
+    if message.metadata.message_type != "query" and attack:
+        attacks.ATTACKS[attack](reply.content, Path(context.node_config["state-dir"]) / "hostile")
+    return reply
+
+
+app = client_app(task, [hostile])
 """
 
 
@@ -112,9 +137,8 @@ class Sites:
 
     def run(self, **config: object) -> subprocess.Popen[bytes]:
         """Start a run; its log is run.log."""
-        values = {"poll": 0.2, "wait": 240, "evaluate-every": 1000} | config
-        if not self.secure:
-            values["identity"] = "claimed"
+        identity = "key" if self.secure else "claimed"
+        values = {"poll": 0.2, "wait": 240, "evaluate-every": 1000, "identity": identity} | config
         pairs = " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
         return self.start("run", "./run.sh", *self._mode(), "-c", pairs)
 
@@ -139,6 +163,17 @@ class Sites:
     def close(self) -> None:
         for name in list(self.running):
             self.kill(name)
+
+    def turn_hostile(self) -> None:
+        """Give the sites the code of attackers, and shares of the data for more than eight of them."""
+        (self.folder / "sites" / "client.py").write_text(HOSTILE)
+        (self.folder / "sites" / "attacks.py").write_text(Path(attacks.__file__).read_text())
+        task = self.folder / "sites" / "task.py"
+        task.write_text(
+            task.read_text().replace(
+                'context.node_config["partition-id"])\n', 'context.node_config["partition-id"]) % 8\n'
+            )
+        )
 
     # ---- results ----
 

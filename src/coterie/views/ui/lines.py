@@ -7,10 +7,13 @@ not read the answer, would hold the server for ever.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_turns = itertools.count()
 
 
 class Line(H11Protocol):
@@ -21,7 +24,7 @@ class Line(H11Protocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._waits_since = 0.0
+        self._turn = 0  # a clock is too coarse for connections that come at the same time
         self._timer: asyncio.TimerHandle | None = None  # None: an answer is being computed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -29,7 +32,7 @@ class Line(H11Protocol):
         super().connection_made(transport)
         self._wait()
         waiting = [line for line in self.connections if isinstance(line, Line) and line._timer is not None]
-        waiting.sort(key=lambda line: line._waits_since)
+        waiting.sort(key=lambda line: line._turn)
         for line in waiting[: max(0, len(self.connections) - self.most)]:
             line.transport.abort()
             self.connections.discard(line)  # at once: its end is reported later
@@ -52,7 +55,7 @@ class Line(H11Protocol):
 
     def _wait(self) -> None:
         self._stop_waiting()
-        self._waits_since = self.loop.time()
+        self._turn = next(_turns)
         self._timer = self.loop.call_later(self.patience, self.transport.abort)
 
     def _stop_waiting(self) -> None:
