@@ -5,6 +5,7 @@ Imports nothing of the tests, because it is also copied into the app of real sit
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections import OrderedDict
 from pathlib import Path
@@ -86,6 +87,25 @@ def replayed(content: RecordDict, memory: Path) -> RecordDict:
         if f"{part}told" in content:
             put(content, part, old[0])
             content[f"{part}told"] = ConfigRecord(old[1])
+    return content
+
+
+def forged(request: RecordDict, sizes: dict[str, int]) -> RecordDict:
+    """An answer to a request that looks honest, without any work: the model that was sent, and plausible scores."""
+    content = RecordDict()
+    for part in PARTS:
+        if f"{part}call" not in request:
+            continue
+        call = json.loads(request[f"{part}call"]["json"])
+        if ":choose_and_train" in call["step"]:
+            params = next(iter(request[call["models"][0]].values())).numpy()
+            found = {"params": params[None], "choice": np.array([0]), "samples": np.array([sizes["train"]])}
+        else:
+            found = {"samples": np.array([sizes["test"]])} | {
+                key: np.array([0.5]) for key in ("loss", "accuracy", "f1")
+            }
+        put(content, part, found)
+        content[f"{part}told"] = ConfigRecord({"gradients": 1, "round": call["round"], "nonce": call["nonce"]})
     return content
 
 

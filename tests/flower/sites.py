@@ -57,28 +57,40 @@ def faulty(message, context, call_next):
 app = client_app(task, [faulty])
 """
 
-# A site that attacks: `attack` of its node config says how, see attacks.py.
+# A site that attacks: `attack` of its node config says how, see attacks.py. Attackers do not work, so they start fast.
 HOSTILE = """
+import json
 from pathlib import Path
 from flwr.app import ConfigRecord, Message, RecordDict
-from coterie.deploy import client_app
-from sites import attacks, task
+from flwr.clientapp import ClientApp
+from sites import attacks
+
+SIZES = {"train": 100, "valid": 10, "test": 30}
 
 
-def hostile(message, context, call_next):
+def answer(message, context):
     attack = context.node_config.get("attack", "")
-    if message.metadata.message_type == "query" and attack in attacks.HELLOS:
+    if not attack:
+        from coterie.deploy import client_app
+        from sites import task
+
+        return client_app(task)(message, context)
+    name = str(context.node_config["name"])
+    if message.metadata.message_type == "query":
         content = RecordDict()
-        text = attacks.HELLOS[attack].replace("NAME", str(context.node_config["name"]))
-        content["hello"] = ConfigRecord({"json": text})
-        return Message(content, reply_to=message)
-    reply = call_next(message, context)
-    if message.metadata.message_type != "query" and attack:
-        attacks.ATTACKS[attack](reply.content, Path(context.node_config["state-dir"]) / "hostile")
-    return reply
+        text = attacks.HELLOS.get(attack, json.dumps({"name": "NAME", **SIZES}))
+        content["hello"] = ConfigRecord({"json": text.replace("NAME", name)})
+    else:
+        content = attacks.forged(message.content, SIZES)
+        if attack != "none":
+            content = attacks.ATTACKS[attack](content, Path(context.node_config["state-dir"]) / "hostile")
+    return Message(content, reply_to=message)
 
 
-app = client_app(task, [hostile])
+app = ClientApp()
+app.query()(answer)
+app.train()(answer)
+app.evaluate()(answer)
 """
 
 
@@ -165,15 +177,9 @@ class Sites:
             self.kill(name)
 
     def turn_hostile(self) -> None:
-        """Give the sites the code of attackers, and shares of the data for more than eight of them."""
+        """Give the sites the code of attackers."""
         (self.folder / "sites" / "client.py").write_text(HOSTILE)
         (self.folder / "sites" / "attacks.py").write_text(Path(attacks.__file__).read_text())
-        task = self.folder / "sites" / "task.py"
-        task.write_text(
-            task.read_text().replace(
-                'context.node_config["partition-id"])\n', 'context.node_config["partition-id"]) % 8\n'
-            )
-        )
 
     # ---- results ----
 

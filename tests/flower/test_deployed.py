@@ -109,8 +109,18 @@ def test_invalid_answers_are_rejected_and_reported(sites):
     assert sites.summary()["accuracy"]["macro"] > 0.05
 
 
-ANSWERS = ["big_endian", "another_form", "choice_above", "choice_below", "samples_negative", "samples_huge"]
-ANSWERS += ["accuracy", "extra_arrays", "long_error", "replay"]
+ANSWERS = {
+    "big_endian": "an unsupported type",
+    "another_form": "instead of (1, 4810)",
+    "choice_above": "sent 'choice' of 1099511627776, outside 0 to 1",
+    "choice_below": "sent 'choice' of -1, outside 0 to 1",
+    "samples_negative": "sent 'samples' of -1000000, outside 1 to",
+    "samples_huge": "it declared 100 when it joined",
+    "accuracy": "hostile",  # its training is refused by itself
+    "extra_arrays": "sent 'more', which was not asked for",
+    "long_error": "xxxxxxxx ...",
+    "replay": "answered another call than this one",
+}
 
 
 def test_hostile_sites_change_nothing_for_the_others(sites):
@@ -141,6 +151,11 @@ def test_hostile_sites_change_nothing_for_the_others(sites):
                for name in sorted({f["client"] for f in failures})}  # fmt: skip
     assert refused == {name: {1, 2, 3, 4, 5} for name in sorted(f"site-{number}" for number in members)}
     assert max(len(f["reason"]) for f in failures) < 400
+    for number, attack in members.items():
+        reasons = {f["reason"] for f in failures if f["client"] == f"site-{number}"}
+        assert any(ANSWERS[attack] in reason for reason in reasons), (attack, reasons)
+    scores = [f["reason"] for f in failures if f["client"] == "site-9" and "evaluate" in f["step"]]
+    assert set(scores) == {"sent 'accuracy' of 1e+09, outside 0 to 1"}
     assert sum(path.stat().st_size for path in (sites.folder / "runs").rglob("*") if path.is_file()) < 5_000_000
     assert len(sites.log("run")) < 1_000_000
 

@@ -47,6 +47,7 @@ _PLACES = {
     for name in names
 } | {name.replace("_", "-"): f"engine.{name}" for name in ("deadline", "poll", "max_samples", "max_weight")}
 _OWN = ("set", "min-clients", "wait", "run-dir", "name", "identity", "keys")
+_FIRST_HELLO = 120.0  # seconds that sites have to identify themselves at the start, when all do so at the same time
 _WEIGHT = 10.0  # limit on a site's weight, in median sites: sites of different organisations
 
 
@@ -207,7 +208,7 @@ def _gather(link: Link, least: int, patience: float) -> None:
     ends = time.monotonic() + patience
     reported = -1
     while True:
-        link.roll_call()
+        link.roll_call(_FIRST_HELLO)
         there = len(link.connected)
         if there >= least:
             return

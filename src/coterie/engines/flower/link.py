@@ -92,8 +92,8 @@ class Link:
 
     # ---- discovery ----
 
-    def roll_call(self) -> list[Member]:
-        """Ask unknown nodes to identify themselves; returns the new members, sorted by name."""
+    def roll_call(self, patience: float = _HELLO) -> list[Member]:
+        """Ask unknown nodes to identify themselves in so many seconds; returns the new members, sorted by name."""
         nodes = {int(node.node_id): node for node in self._grid.get_nodes()}
         self._node = {name: node for name, node in self._node.items() if node in nodes}
         self._refused = {node: why for node, why in self._refused.items() if node in nodes}
@@ -103,9 +103,9 @@ class Link:
         unknown = self._with_keys(unknown, nodes)
         new: list[Member] = []
         hello = {number: ("query", _hello()) for number in unknown}
-        for number, reply in sorted(self._exchange(hello, _HELLO), key=lambda pair: _claimed(pair[1])):
+        for number, reply in sorted(self._exchange(hello, patience), key=lambda pair: _claimed(pair[1])):
             if isinstance(reply, str):
-                self._silent[number] = time.monotonic() + _RETRY  # not every round: each attempt takes up to _HELLO
+                self._silent[number] = time.monotonic() + _RETRY  # not every round: each attempt takes time
                 continue
             member = self._admit(number, nodes[number], reply)
             if member is not None and member.name not in self.members:
