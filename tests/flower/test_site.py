@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
+
+from flwr.app import ConfigRecord
 
 from coterie.client.steps import Answer, client_step, train
 from coterie.client.work import to_dict
@@ -74,6 +77,15 @@ def test_a_repeated_round_repeats_both_calls_of_its_message(site, setup):
         message = wire.joined(request(setup, step, 2, life=life, **past), request(setup, step, 1, life=life, **past))
         main, first = wire.parted(site.answer(message))
         assert (asked(first), asked(main)) == (2, 3)
+
+
+@pytest.mark.parametrize(("name", "value"), [("life", "x/../../../elsewhere"), ("life", 3), ("round", "1/../2")])
+def test_what_names_files_must_be_a_number(site, setup, name, value):
+    content = request(setup, "tests.flower:count", 1)
+    call = json.loads(content["call"]["json"]) | {name: value}
+    content["call"] = ConfigRecord({"json": json.dumps(call)})
+    with pytest.raises(wire.Refused, match="an invalid request"):
+        site.answer(content)
 
 
 @pytest.mark.parametrize("failing", ["first", "main"])

@@ -85,7 +85,9 @@ class Link:
         self._grid, self._identity, self._poll = grid, identity, poll
         self._most_samples, self._registered, self._apart = most_samples, registered, apart
         self._node: dict[str, int] = {}  # connected members
-        self._silent: dict[int, float] = {}  # nodes that did not identify themselves, and when to ask again
+        self._silent: dict[
+            int, tuple[float, float]
+        ] = {}  # nodes that did not answer: when to ask again, the next pause
         self._refused: dict[int, str] = {}  # rejected nodes, and why
         self.members: dict[str, Member] = {}
         self.notes: list[str] = []
@@ -99,13 +101,14 @@ class Link:
         self._refused = {node: why for node, why in self._refused.items() if node in nodes}
         there = set(self._node.values()) | set(self._refused)
         now = time.monotonic()
-        unknown = [number for number in nodes if number not in there and self._silent.get(number, 0.0) <= now]
+        unknown = [number for number in nodes if number not in there and self._silent.get(number, (0.0,))[0] <= now]
         unknown = self._with_keys(unknown, nodes)
         new: list[Member] = []
         hello = {number: ("query", _hello()) for number in unknown}
         for number, reply in sorted(self._exchange(hello, patience), key=lambda pair: _claimed(pair[1])):
             if isinstance(reply, str):
-                self._silent[number] = time.monotonic() + _RETRY  # not every round: each attempt takes time
+                pause = self._silent.get(number, (0.0, _RETRY))[1]  # longer each time: an attempt holds the round
+                self._silent[number] = time.monotonic() + pause, 2 * pause
                 continue
             member = self._admit(number, nodes[number], reply)
             if member is not None and member.name not in self.members:

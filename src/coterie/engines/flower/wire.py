@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -30,6 +31,7 @@ from coterie.trust import safe_text
 CALL, MODEL, PAYLOAD, EACH, ANSWER, INFO = "call", "model", "payload", "each", "answer", "told"
 _FIRST = "first."
 _DTYPES = ("float16", "float32", "float64", "int64", "int32", "int8", "uint8", "bool")
+_LIFE = re.compile(r"[0-9a-f]{0,64}")
 _HEADER = 4096  # bytes allowed for an array's header
 MOST_TEXT = 300  # characters of a site's text that are kept
 
@@ -140,9 +142,13 @@ def request(
 def read_call(content: RecordDict) -> Call:
     """The call of a request, without its arrays."""
     try:
-        return Call(**json.loads(str(content[CALL]["json"])))
+        call = Call(**json.loads(str(content[CALL]["json"])))
+        is_valid = type(call.round) is int and _LIFE.fullmatch(call.life) is not None  # both are in names of files
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise Refused(f"received an invalid request ({type(error).__name__})") from error
+    if not is_valid:
+        raise Refused("received an invalid request")
+    return call
 
 
 def read_request(content: RecordDict) -> tuple[Call, list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
