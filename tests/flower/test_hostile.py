@@ -16,7 +16,7 @@ pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from coterie.client.steps import Answer, client_step, train
-from coterie.engines.flower.link import Link
+from coterie.engines.flower.link import Link, Unreachable
 from coterie.errors import ConfigError
 from coterie.methods.base import find_algorithm
 from coterie.randomness import Rng
@@ -292,13 +292,63 @@ class BrokenGrid(FakeGrid):
         return replies
 
 
-def test_a_message_that_cannot_be_read_costs_only_its_sender():
+def names_and_texts(replies):
+    return {name: reply if isinstance(reply, str) else "answered" for name, reply in replies}
+
+
+def test_a_message_that_cannot_be_read_costs_others_one_answer_at_most():
     grid = BrokenGrid()
     for number, name in enumerate("abc"):
         grid.add(number + 1, site(GOOD.replace("good", name)))
+    link = Link(grid, "claimed", 0.001)
+    link.roll_call()
     grid.broken = (2,)
-    link = Link(grid, "claimed", 0.001, apart=True)
-    assert [member.name for member in link.roll_call()] == ["a", "c"]
+    questions = {name: ("query", RecordDict()) for name in "abc"}
+    first = names_and_texts(link.ask(questions, 0.1))
+    assert set(first.values()) == {"did not answer in 0.1 s"}  # Flower has lost all of them
+    for _ in range(3):
+        later = names_and_texts(link.ask(questions, 5))
+        assert later == {"a": "answered", "b": "sent a message that cannot be read (ValueError)", "c": "answered"}
+    assert "somebody sent a message that cannot be read" in link.notes[0]
+
+
+class BusyError(Exception):
+    """Like that of the HTTP client."""
+
+    response = SimpleNamespace(status_code=500)
+
+
+class BusyGrid(FakeGrid):
+    """A SuperLink that answers with status 500, as when its database is locked."""
+
+    busy = 0
+
+    def get_nodes(self):
+        self.refuse()
+        return super().get_nodes()
+
+    def pull_messages(self, message_ids):
+        self.refuse()
+        return super().pull_messages(message_ids)
+
+    def refuse(self):
+        self.busy -= 1
+        if self.busy > 0:
+            raise BusyError
+
+
+def test_a_superlink_that_is_overloaded_is_asked_again(monkeypatch):
+    monkeypatch.setattr("coterie.engines.flower.link._PAUSES", (0.001,) * 5)
+    grid = BusyGrid()
+    grid.add(1, site(GOOD))
+    link = Link(grid, "claimed", 0.001)
+    grid.busy = 4
+    assert [member.name for member in link.roll_call()] == ["good"]
+    grid.busy = 4
+    assert names_and_texts(link.ask({"good": ("query", RecordDict())}, 5)) == {"good": "answered"}
+    grid.busy = 1000
+    with pytest.raises(Unreachable, match="answers with status 500"):
+        names_and_texts(link.ask({"good": ("query", RecordDict())}, 5))
 
 
 # ---- what a site does with a hostile server ----

@@ -57,11 +57,12 @@ class Form:
         if self.low > -math.inf or self.high < math.inf:
             least, most = row.min().item(), row.max().item()
             if not (self.low <= least and most <= self.high):
-                return f"of {least if not least >= self.low else most:.6g}, outside {self.low:.6g} to {self.high:.6g}"
+                wrong = least if not least >= self.low else most
+                return f"of {_shown(wrong)}, outside {_shown(self.low)} to {_shown(self.high)}"
         if self.splits:
             total, declared = sum(row.flatten().tolist()), sizes[self.bound_by(sizes)]
             if total > declared:
-                return f"of {total:.6g} samples; it declared {declared} when it joined"
+                return f"of {total} samples; it declared {declared} when it joined"
         if self.longest < math.inf and not torch.linalg.vector_norm(row.double()).item() <= self.longest:
             return f"longer than {self.longest:.6g}"
         return None
@@ -126,6 +127,10 @@ Answers = Callable[[Asked], Forms]
 
 def _highest(task: Task) -> float:
     return _HIGHEST_LOSS if task.num_classes else 1e30
+
+
+def _shown(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:.6g}"
 
 
 def _plain(dtype: torch.dtype) -> str:

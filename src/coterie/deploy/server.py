@@ -78,9 +78,7 @@ def serve(grid: Any, config: dict[str, Any], site: Any) -> dict[str, Any]:
     folder = _folder(parent, name, tables)
     with folder.held():
         kept = folder.read_json("artifacts/members.json") or {"members": [], "lives": {}}
-        link = Link(
-            grid, identity, settings.poll, settings.max_samples, registered, apart=True  # type: ignore[arg-type]
-        )  # fmt: skip
+        link = Link(grid, identity, settings.poll, settings.max_samples, registered)  # type: ignore[arg-type]
         link.restore(kept["members"])
         _gather(link, int(config.get("min-clients", 2)), float(config.get("wait", 600)))
         federation = _federation(list(link.members.values()), site)

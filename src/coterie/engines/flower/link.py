@@ -33,6 +33,7 @@ _HELLO = 30.0  # seconds that a node has to identify itself
 _LONGEST_HELLO = 2000  # characters
 _LONGEST_NAME = 200
 _MOST_NOTES = 100
+_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)  # seconds before an overloaded SuperLink is asked again
 MOST_SAMPLES = 100_000_000  # that a node may declare, unless the operator says otherwise
 _DecodeError: type[Exception] = import_module("google.protobuf.message").DecodeError  # it has no types
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError, _DecodeError)
@@ -69,8 +70,7 @@ class Grid(Protocol):
 class Link:
     """Messages to members, by name.
 
-    With `registered`, only nodes with one of these keys (`owner_of`) are members; it is called at each roll call. With
-    `apart`, replies are pulled one at a time, so that one that cannot be read costs only its sender.
+    With `registered`, only nodes with one of these keys (`owner_of`) are members; it is called at each roll call.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Link:
         poll: float = 0.05,
         most_samples: int = MOST_SAMPLES,
         registered: Callable[[], Collection[str]] | None = None,
-        apart: bool = False,
     ) -> None:
         self._grid, self._identity, self._poll = grid, identity, poll
-        self._most_samples, self._registered, self._apart = most_samples, registered, apart
+        self._most_samples, self._registered = most_samples, registered
+        self._apart = False  # pull replies one at a time, because one of them could not be read
         self._node: dict[str, int] = {}  # connected members
         self._silent: dict[
             int, tuple[float, float]
@@ -96,7 +96,7 @@ class Link:
 
     def roll_call(self, patience: float = _HELLO) -> list[Member]:
         """Ask unknown nodes to identify themselves in so many seconds; returns the new members, sorted by name."""
-        nodes = {int(node.node_id): node for node in self._grid.get_nodes()}
+        nodes = {int(node.node_id): node for node in self._patiently(self._grid.get_nodes)}
         self._node = {name: node for name, node in self._node.items() if node in nodes}
         self._refused = {node: why for node, why in self._refused.items() if node in nodes}
         there = set(self._node.values()) | set(self._refused)
@@ -237,13 +237,31 @@ class Link:
     def _pulled(self, messages: list[str]) -> list[tuple[str, Any]]:
         """The replies to these messages that are there, each with the message that it answers."""
         try:
-            replies = list(self._grid.pull_messages(messages))
+            replies = self._patiently(lambda: self._grid.pull_messages(messages))
         except _UNREADABLE as error:
-            if not self._apart:
-                raise
-            return [(messages[0], f"sent a message that cannot be read ({type(error).__name__})")]
+            why = f"sent a message that cannot be read ({type(error).__name__})"
+            if len(messages) == 1:
+                return [(messages[0], why)]
+            self._note(f"somebody {why}; it may have cost others their answers, once")
+            self._apart = True
+            return []
         # The SuperLink's own errors have no sender, so match replies by the message they answer.
         return [(reply.metadata.reply_to_message_id, _content(reply)) for reply in replies]
+
+    def _patiently(self, ask: Callable[[], Any]) -> list[Any]:
+        """What the SuperLink answers; one that is overloaded is asked again."""
+        pauses = list(_PAUSES)
+        while True:
+            try:
+                return list(ask())
+            except Exception as error:  # of Flower's HTTP client, which is not ours to import
+                status = getattr(getattr(error, "response", None), "status_code", 0)
+                if not (isinstance(status, int) and status >= 500):
+                    raise
+                if not pauses:
+                    raise Unreachable(f"The SuperLink answers with status {status}; resume the run later.") from error
+            log.warning("the SuperLink answers with status %d; it is asked again in %g s", status, pauses[0])
+            time.sleep(pauses.pop(0))
 
 
 def owner_of(key: bytes) -> str:
