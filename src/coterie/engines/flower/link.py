@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
@@ -141,7 +141,7 @@ class Link:
         self._node[member.name] = number
         log.info("%s has connected (node %d)", member.name, number)
         if known is not None and known.owner != member.owner:
-            self.members[member.name] = member  # without keys, a node that reconnects has a new id
+            self.members[member.name] = replace(known, owner=member.owner)  # a node that reconnects has a new id
         return member
 
     def _with_keys(self, numbers: list[int], nodes: Mapping[int, Any]) -> list[int]:
