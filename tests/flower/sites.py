@@ -177,7 +177,9 @@ class Sites:
             self.kill(name)
 
     def turn_hostile(self) -> None:
-        """Give the sites the code of attackers."""
+        """Give the sites the code of attackers, and the SuperLink a database in memory: so many nodes lock a file."""
+        script = self.folder / "superlink.sh"
+        script.write_text(script.read_text().replace(' --database "$here/state/superlink.db"', ""))
         (self.folder / "sites" / "client.py").write_text(HOSTILE)
         (self.folder / "sites" / "attacks.py").write_text(Path(attacks.__file__).read_text())
 

@@ -136,7 +136,7 @@ def test_hostile_sites_change_nothing_for_the_others(sites):
     for number, attack in (members | strangers).items():
         sites.node(number, attack=attack)
     sites.run(
-        algorithm="ifca", clusters=2, rounds=5, set="algorithm.init=paper", wait=900, deadline=400.0,
+        algorithm="ifca", clusters=2, rounds=5, set="algorithm.init=paper", wait=900, deadline=400.0, poll=1.0,
         **{"min-clients": 3 + len(members), "evaluate-every": 1},
     )  # fmt: skip
     sites.wait_for_end(2400)

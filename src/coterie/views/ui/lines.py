@@ -38,15 +38,25 @@ class Line(H11Protocol):
             self.connections.discard(line)  # at once: its end is reported later
 
     def handle_events(self) -> None:
-        """Read what has come; once a request is whole, the client has time until it has its answer."""
+        """Read what has come; once a request is whole, the client has time until its answer is computed."""
         super().handle_events()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_waiting()
+        self._stop_waiting_if_at_work()
 
     def on_response_complete(self) -> None:
         """Wait until the answer is read, and for the next request."""
         self._wait()
         super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """Wait until the client reads."""
+        super().pause_writing()
+        self._wait()
+
+    def resume_writing(self) -> None:
+        """The client has read; wait for the rest, or for the next request."""
+        super().resume_writing()
+        self._wait()
+        self._stop_waiting_if_at_work()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -57,6 +67,10 @@ class Line(H11Protocol):
         self._stop_waiting()
         self._turn = next(_turns)
         self._timer = self.loop.call_later(self.patience, self.transport.abort)
+
+    def _stop_waiting_if_at_work(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete and not self.flow.write_paused:
+            self._stop_waiting()
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:
