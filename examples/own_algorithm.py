@@ -15,7 +15,7 @@ import coterie
 from coterie import Algorithm, Answer, Block, ClusterState, Engine, Models, Rng, client_step, register, setting
 
 
-@client_step
+@client_step(answers=lambda asked: {"update": asked.model()})  # so that a server of sites can check it
 def train_clipped(block: Block, models: Models, work: coterie.SGD, limit: Tensor) -> Answer:
     """Client half: train, and answer with an update of norm at most `limit`."""
     start = models.rows()  # [c, P]

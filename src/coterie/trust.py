@@ -1,4 +1,4 @@
-"""What may come from somebody else: code that settings name (`module:callable`), and links in place of files.
+"""What may come from somebody else: code that settings name (`module:callable`), links in place of files, texts.
 
 A run folder may come from somebody else. What its settings would import, or which machine they would connect to, is
 refused until the user says `--trust`, and code that lies inside a run folder is never imported.
@@ -101,6 +101,20 @@ def _has_schema(path: Path) -> bool:
         return False
     with os.fdopen(handle, "rb") as file:
         return stat.S_ISREG(os.fstat(handle).st_mode) and _SCHEMA.search(file.read(1 << 16)) is not None
+
+
+def safe_text(text: object, most: int | None = None) -> str:
+    """A text in which control characters and the like are written out, so that a name cannot steer a terminal.
+
+    A text of more than `most` characters is cut.
+
+    >>> print(safe_text("a\\x1b[2J\\u202eb"), safe_text("Zürich 7"), safe_text("abcdef", 3))
+    a\\x1b[2J\\u202eb Zürich 7 abc ...
+    """
+    found = str(text)
+    if most is not None and len(found) > most:
+        found = found[:most] + " ..."
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in found)
 
 
 def write_whole(path: Path, content: bytes) -> None:

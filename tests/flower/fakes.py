@@ -17,7 +17,6 @@ from coterie.engines.flower.client import simulated_client_app
 from coterie.engines.flower.engine import FlowerEngine, FlowerSettings
 from coterie.engines.flower.link import Link
 from coterie.engines.flower.storage import save_federation
-from coterie.nets.flat import cross_entropy
 
 Fault = Callable[[Message], Message | None]
 
@@ -66,7 +65,7 @@ def simulated_app(folder: Path, task: Task, federation: Federation) -> Any:
     """The ClientApp of a simulation over that federation."""
     save_federation(folder, federation)
     assert task.make is not None
-    return simulated_client_app(task.make, cross_entropy, federation.views, str(folder))  # type: ignore[arg-type]
+    return simulated_client_app(task.make, task.loss, federation.views, str(folder))  # type: ignore[arg-type]
 
 
 def engine_over(

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from coterie.deploy.init import write_app, write_keys
+from tests.flower import attacks
 
 BIN = Path(sys.executable).parent
 
@@ -54,6 +55,42 @@ def faulty(message, context, call_next):
 
 
 app = client_app(task, [faulty])
+"""
+
+# A site that attacks: `attack` of its node config says how, see attacks.py. Attackers do not work, so they start fast.
+HOSTILE = """
+import json
+from pathlib import Path
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+from sites import attacks
+
+SIZES = {"train": 100, "valid": 10, "test": 30}
+
+
+def answer(message, context):
+    attack = context.node_config.get("attack", "")
+    if not attack:
+        from coterie.deploy import client_app
+        from sites import task
+
+        return client_app(task)(message, context)
+    name = str(context.node_config["name"])
+    if message.metadata.message_type == "query":
+        content = RecordDict()
+        text = attacks.HELLOS.get(attack, json.dumps({"name": "NAME", **SIZES}))
+        content["hello"] = ConfigRecord({"json": text.replace("NAME", name)})
+    else:
+        content = attacks.forged(message.content, SIZES)
+        if attack != "none":
+            content = attacks.ATTACKS[attack](content, Path(context.node_config["state-dir"]) / "hostile")
+    return Message(content, reply_to=message)
+
+
+app = ClientApp()
+app.query()(answer)
+app.train()(answer)
+app.evaluate()(answer)
 """
 
 
@@ -112,9 +149,8 @@ class Sites:
 
     def run(self, **config: object) -> subprocess.Popen[bytes]:
         """Start a run; its log is run.log."""
-        values = {"poll": 0.2, "wait": 240, "evaluate-every": 1000} | config
-        if not self.secure:
-            values["identity"] = "claimed"
+        identity = "key" if self.secure else "claimed"
+        values = {"poll": 0.2, "wait": 240, "evaluate-every": 1000, "identity": identity} | config
         pairs = " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
         return self.start("run", "./run.sh", *self._mode(), "-c", pairs)
 
@@ -139,6 +175,13 @@ class Sites:
     def close(self) -> None:
         for name in list(self.running):
             self.kill(name)
+
+    def turn_hostile(self) -> None:
+        """Give the sites the code of attackers, and the SuperLink a database in memory: so many nodes lock a file."""
+        script = self.folder / "superlink.sh"
+        script.write_text(script.read_text().replace(' --database "$here/state/superlink.db"', ""))
+        (self.folder / "sites" / "client.py").write_text(HOSTILE)
+        (self.folder / "sites" / "attacks.py").write_text(Path(attacks.__file__).read_text())
 
     # ---- results ----
 

@@ -100,13 +100,80 @@ def test_invalid_answers_are_rejected_and_reported(sites):
     reasons = {f["client"]: f["reason"] for f in failures if f["step"].endswith(":train")}
     assert set(reasons) == {f"site-{i}" for i in range(2, 8)}
     assert "not finite" in reasons["site-2"]
-    assert "another shape" in reasons["site-3"]
+    assert "instead of (1, 4810)" in reasons["site-3"]
     assert "unreadable" in reasons["site-4"]
     assert "more than" in reasons["site-5"]
     assert "this site is out of order" in reasons["site-6"]
     assert "kind 'pickle'" in reasons["site-7"]
     assert len(sites.rows()) == 1
     assert sites.summary()["accuracy"]["macro"] > 0.05
+
+
+ANSWERS = {
+    "big_endian": "an unsupported type",
+    "another_form": "instead of (1, 4810)",
+    "choice_above": "sent 'choice' of 1099511627776, outside 0 to 1",
+    "choice_below": "sent 'choice' of -1, outside 0 to 1",
+    "samples_negative": "sent 'samples' of -1000000, outside 1 to",
+    "samples_huge": "it declared 100 when it joined",
+    "accuracy": "hostile",  # its training is refused by itself
+    "extra_arrays": "sent 'more', which was not asked for",
+    "long_error": "xxxxxxxx ...",
+    "replay": "answered another call than this one",
+}
+
+
+def test_hostile_sites_change_nothing_for_the_others(sites):
+    """Each attack is the work of one site for five rounds; the three honest ones have what they have alone."""
+    from coterie.methods.ifca import IFCA
+
+    sites.turn_hostile()
+    sites.superlink()
+    for number in range(3):
+        sites.node(number)
+    members = dict(enumerate(ANSWERS, start=3))
+    strangers = dict(enumerate(["infinite", "endless", "brackets"], start=3 + len(members)))
+    for number, attack in (members | strangers).items():
+        sites.node(number, attack=attack)
+    sites.run(
+        algorithm="ifca", clusters=2, rounds=5, set="algorithm.init=paper", wait=900, deadline=400.0, poll=1.0,
+        **{"min-clients": 3 + len(members), "evaluate-every": 1},
+    )  # fmt: skip
+    sites.wait_for_end(2400)
+    expected = in_process(IFCA(num_clusters=2, init="paper"), 5, 3)
+    assert [scores_in(row) for row in sites.rows()] == [pytest.approx(scores_in(row)) for row in expected.rows]
+    summary = sites.summary()
+    assert summary["accuracy"] == pytest.approx(expected.summary["accuracy"])
+    assert summary["loss"] == pytest.approx(expected.summary["loss"], rel=1e-5)
+    assert summary["clients"] == 3 + len(members)  # those whose hello was refused are none
+    failures = _failures(sites)
+    refused = {name: {f["round"] for f in failures if f["client"] == name and ":choose" in f["step"]}
+               for name in sorted({f["client"] for f in failures})}  # fmt: skip
+    assert refused == {name: {1, 2, 3, 4, 5} for name in sorted(f"site-{number}" for number in members)}
+    assert max(len(f["reason"]) for f in failures) < 400
+    for number, attack in members.items():
+        reasons = {f["reason"] for f in failures if f["client"] == f"site-{number}"}
+        assert any(ANSWERS[attack] in reason for reason in reasons), (attack, reasons)
+    scores = [f["reason"] for f in failures if f["client"] == "site-9" and "evaluate" in f["step"]]
+    assert "sent 'accuracy' of 1e+09, outside 0 to 1" in scores
+    assert sum(path.stat().st_size for path in (sites.folder / "runs").rglob("*") if path.is_file()) < 5_000_000
+    assert len(sites.log("run")) < 1_000_000
+
+
+def test_by_key_over_an_open_superlink_nobody_is_admitted(sites):
+    """A SuperLink without authentication lets nodes make keys of their own; they are not those of the operator."""
+    from coterie.deploy.init import write_keys
+
+    sites.superlink()
+    sites.node(0)
+    sites.run(identity="key", rounds=1, clusters="", wait=45, **{"min-clients": 1})
+    sites.wait_for(lambda: "needs the registered keys" in sites.log("run"), 120, "the run has not refused to start")
+    sites.kill("run")
+    write_keys(sites.folder, 1, ["127.0.0.1"])
+    sites.run(identity="key", rounds=1, clusters="", wait=45, **{"min-clients": 1})
+    sites.wait_for(lambda: "Only 0 of at least 1 sites" in sites.log("run"), 200, "the run has not given up")
+    assert "a key that is not registered here" in sites.log("run")
+    assert sites.rows() == []
 
 
 def test_slow_killed_returning_and_joining_nodes(sites):

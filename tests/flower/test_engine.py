@@ -14,11 +14,13 @@ pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
 from flwr.app import Array, ArrayRecord
 
 from coterie.client.steps import train
+from coterie.data.federation import Federation
 from coterie.engines import make_engine
 from coterie.methods.base import algorithms, find_algorithm
 from coterie.randomness import Rng
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Schedule, Trainer
+from coterie.runs.newcomers import personal_models
 from tests.flower.fakes import engine_over, simulated_app
 from tests.helpers import ragged_federation, reserved_for, setup_of
 
@@ -82,6 +84,56 @@ def test_every_method_gives_what_the_loop_gives(name, tmp_path):
     before = memories(tmp_path)
     ours._evaluate(3, ours._evaluation(3))
     assert memories(tmp_path) == before  # an evaluation only reads what clients remember
+
+
+VARIANTS = {
+    "ifca with gradients": ("ifca", {"average_of": "gradients", "init": "paper"}),
+    "fesem with a proximal term": ("fesem", {"prox": 0.1, "prox_scale": "paper", "init": "random"}),
+    "md_icfl with privacy": ("md_icfl", {"privacy": "strong", "pseudo_samples": 2, "iterations": 2}),
+    "flux by first latents": ("flux", {"latent": "first", "cluster_in": 2}),
+    "flux by last latents": ("flux", {"cluster_in": 2}),
+    "pacfl": ("pacfl", {}),
+    "fedem": ("fedem", {}),
+    "apfl": ("apfl", {}),
+    "fedrep": ("fedrep", {}),
+    "coterie": ("coterie", {"warmup": 0}),
+    "coterie of kinds": ("coterie", {"num_clusters": 2, "warmup": 0, "clear": 0.1}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_answers_have_the_form_that_their_step_declares(variant, tmp_path):
+    """Also those of settings other than the default, and of what clients are served with."""
+    name, settings = VARIANTS[variant]
+    setup = setup_of(find_algorithm(name)(**settings), ragged_federation())
+    engine, _ = engine_over(tmp_path, setup.task(), setup.federation())
+    trainer = run_over(setup, engine, rounds=4)
+    personal = setup.algorithm.personal(trainer.state, engine.everyone())
+    served = list(personal_models(engine, personal, engine.everyone(), Rng.seed(0)))
+    assert engine.failures == []
+    assert [client for client, _ in served] == list(range(9))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "coterie", "fesem", "scaffold", "fedfomo"])
+@pytest.mark.parametrize("loss", ["mse", "own"])
+def test_answers_of_regression_have_the_form_that_their_step_declares(name, loss, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(30 + client, 3, generator=generator) for client in range(4)]
+    clients = {f"c{client}": (x, x @ torch.tensor([1.0, -2.0, 0.5])) for client, x in enumerate(inputs)}
+    settings = {"num_clusters": 2} if name == "fesem" else {}
+    setup = setup_of(
+        find_algorithm(name)(**settings), Federation.from_clients(clients), model="mclr", model_settings={}, loss="mse"
+    )
+    task = setup.task() if loss == "mse" else replace(setup.task(), loss=absolute)
+    engine, _ = engine_over(tmp_path, task, setup.federation())
+    trainer = run_over(setup, engine)
+    assert engine.failures == []
+    assert trainer.summary()["r2"] is not None
+
+
+def absolute(outputs, y):
+    """A user's own loss."""
+    return (outputs.reshape(y.shape) - y).abs() - 1
 
 
 @pytest.mark.parametrize(
@@ -273,13 +325,14 @@ def changed(**arrays):
 
 
 BAD = {
-    "another shape": changed(params=Array(np.zeros((1, 3)))),
-    "answered in another shape than the others": changed(more=Array(np.zeros((1, 3)))),
+    "of shape (1, 3) instead of": changed(params=Array(np.zeros((1, 3)))),
+    "'more', which was not asked for": changed(more=Array(np.zeros((1, 3)))),
     "an unreadable array": changed(params=Array("float64", (1, 3), "numpy.ndarray", b"nothing")),
     "of kind 'pickle'": changed(params=Array("float64", (1, 3), "pickle", b"nothing")),
     "of an unsupported type": changed(params=Array(np.array([["a"]]))),
     "bytes, more than": changed(params=Array(np.zeros((1, 3_000_000)))),
     "instead of one row": changed(params=Array(np.zeros((2, 5)))),
+    "of type float32 instead of float64": changed(params=Array(np.zeros((1, 123), np.float32))),
     "did not answer in": lambda reply: None,
 }
 

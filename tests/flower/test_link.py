@@ -62,9 +62,10 @@ def test_without_keys_a_name_is_free_once_its_node_is_gone():
     assert len(link.notes) == 1
     del grid.nodes[1]
     del grid.nodes[2]
-    grid.add(3, site("a"))
+    grid.add(3, site("a", train=1000))
     assert link.roll_call() == []
     assert link.connected == ["a"]
+    assert link.members["a"].train == 10  # as it declared when it joined
 
 
 @pytest.mark.parametrize(("name", "train"), [("", 3), ("x" * 300, 3), ("a\nb", 3), ("a", 0)])

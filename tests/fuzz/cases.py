@@ -393,22 +393,25 @@ def wire(rng: random.Random, folder: Path) -> None:
     import numpy as np
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-    from coterie.engines.flower.wire import CALL, INFO, answer, parted, read_answer, read_call, read_request
+    from coterie.client.forms import Form
+    from coterie.engines.flower.wire import CALL, INFO, Call, answer, parted, read_answer, read_call, read_request
 
     content = RecordDict()
     if rng.random() < 0.5:
         import torch
 
-        content = answer({"params": torch.ones(1, 3), "samples": torch.ones(1)}, 3)
+        asked = Call("a:b", "c", 1, "round", 1, 0, {}, None, nonce="n")
+        content = answer(asked, {"params": torch.ones(1, 3), "samples": torch.ones(1)}, 3)
         array = next(iter(content["answer"].values()))
         data = damaged(rng, array.data)
         stored = Array(dtype=array.dtype, shape=array.shape, stype=rng.choice(["numpy.ndarray", "x"]), data=data)
         content["answer"] = ArrayRecord({rng.choice(["params", "", "x"]): stored})
         if rng.random() < 0.5:
-            content[INFO] = ConfigRecord(
-                {rng.choice(["gradients", "error", "x"]): rng.choice([1, -1, 2**62, "x" * 99, 0.5])}
-            )
-        read_answer(parted(content)[0], 1000)
+            told = {rng.choice(["gradients", "error", "x"]): rng.choice([1, -1, 2**62, "x" * 99, 0.5])}
+            head = {"round": 1, "nonce": "n"} if rng.random() < 0.9 else {}
+            content[INFO] = ConfigRecord({**head, **told})
+        form = Form((3,), torch.float32, -1, 1, splits=("train",) if rng.random() < 0.5 else ())
+        read_answer(parted(content)[0], asked, {"params": form}, {"train": 3, "valid": 0, "test": 0})
     else:
         call = {
             "step": "a:b",

@@ -35,6 +35,7 @@ def ui(
         import uvicorn
 
         from coterie.views.ui.app import create_app
+        from coterie.views.ui.lines import configured
     except ImportError as error:
         raise MissingExtra("coterie ui", "ui") from error
     root = Path("runs") if runs is None else runs
@@ -51,12 +52,8 @@ def ui(
     say(f"{root} does not exist yet; runs appear when it does.", hidden=root.exists())
     say(f"runs of {root.resolve()}: {address}   (stop with Ctrl-C)")
     say("note: the traffic is not encrypted; put the server behind TLS or a tunnel.", hidden=is_loopback(host))
-    # No access log: it would contain the token.
-    settings = uvicorn.Config(
-        create_app(root, token), access_log=False, log_level="warning", server_header=False, timeout_graceful_shutdown=2
-    )
     try:
-        uvicorn.Server(settings).run(sockets=[listening])
+        uvicorn.Server(configured(create_app(root, token))).run(sockets=[listening])
     except KeyboardInterrupt:
         say("stopped")
 

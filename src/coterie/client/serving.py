@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Mixture, Models
+from coterie.client.forms import Answers
 from coterie.client.steps import OWN_MODEL, Answer, ClientStep, client_step
 from coterie.client.work import SGD
 
@@ -21,7 +23,7 @@ ServeFunction = Callable[..., Mixture]
 class Serving:
     """Two client steps made of one function: `evaluate` scores what the client is served with, `parts` sends it."""
 
-    def __init__(self, name: str, function: ServeFunction) -> None:
+    def __init__(self, name: str, function: ServeFunction, answers: Answers = forms.mixture) -> None:
         def evaluate(block: Block, models: Models | None, work: SGD, **more: Tensor) -> Answer:
             return Answer(**block.evaluate_mixture(function(block, models, work, **more)))
 
@@ -33,17 +35,20 @@ class Serving:
         for step in (evaluate, parts):
             step.__module__ = function.__module__
         self.function = function
-        self.evaluate: ClientStep = client_step(f"{name}.evaluate")(evaluate)
-        self.parts: ClientStep = client_step(f"{name}.parts")(parts)
+        self.evaluate: ClientStep = client_step(f"{name}.evaluate", forms.scored)(evaluate)
+        self.parts: ClientStep = client_step(f"{name}.parts", answers)(parts)
 
     def __call__(self, *args: Any, **more: Any) -> Mixture:
         """What the clients of a block are served with."""
         return self.function(*args, **more)
 
 
-def serving(name: str) -> Callable[[ServeFunction], Serving]:
-    """Decorator: `function(block, models, work) -> Mixture` as a `Serving`, under this name in messages."""
-    return lambda function: Serving(name, function)
+def serving(name: str, answers: Answers = forms.mixture) -> Callable[[ServeFunction], Serving]:
+    """Decorator: `function(block, models, work) -> Mixture` as a `Serving`, under this name in messages.
+
+    `answers` declares the form of `parts`; by default it is one model.
+    """
+    return lambda function: Serving(name, function, answers)
 
 
 @serving("coterie.serving:own_or_sent")

@@ -11,7 +11,9 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
+from coterie.client.forms import Answers, Asked, Forms
 from coterie.client.optimizers import optimizers
 from coterie.client.task import Task
 from coterie.client.work import SGD
@@ -53,22 +55,37 @@ _STEPS: dict[str, ClientStep] = {}
 @overload
 def client_step(name: ClientStep) -> ClientStep: ...
 @overload
-def client_step(name: str) -> Callable[[ClientStep], ClientStep]: ...
-def client_step(name: str | ClientStep) -> ClientStep | Callable[[ClientStep], ClientStep]:
+def client_step(name: str | None = None, answers: Answers | None = None) -> Callable[[ClientStep], ClientStep]: ...
+def client_step(
+    name: str | ClientStep | None = None, answers: Answers | None = None
+) -> ClientStep | Callable[[ClientStep], ClientStep]:
     """Decorator: register a client step under its name in messages; code is never sent.
 
     `@client_step("package:step")` sets the name. Plain `@client_step` uses `module:function`. Dropout draws and Flower
-    messages depend on the name, so a step that moves to another file must keep it.
+    messages depend on the name, so a step that moves to another file must keep it. `answers` declares the form of the
+    answer (`client/forms.py`); over messages a step needs it.
     """
-    if not isinstance(name, str):
-        return client_step(f"{name.__module__}:{name.__qualname__}")(name)
+    if callable(name):
+        return client_step()(name)
 
     def register(function: ClientStep) -> ClientStep:
-        _STEPS[name] = function
-        function.wire_name = name  # type: ignore[attr-defined]
+        called = name or f"{function.__module__}:{function.__qualname__}"
+        _STEPS[called] = function
+        function.wire_name, function.answers = called, answers  # type: ignore[attr-defined]
         return function
 
     return register
+
+
+def forms_of(step: ClientStep, asked: Asked) -> Forms:
+    """The form of a step's answer, as it declares it; ConfigError if it does not."""
+    answers: Answers | None = getattr(step, "answers", None)
+    if answers is None:
+        raise ConfigError(
+            f"The client step {step_name(step)} does not say what it answers with, so the answers of other processes "
+            "cannot be checked. Declare it, for example @client_step(answers=lambda asked: {'params': asked.model()})."
+        )
+    return answers(asked)
 
 
 def step_name(function: ClientStep) -> str:
@@ -102,13 +119,13 @@ _SIGNATURE = 4096  # numbers in a signature, about
 _CLEARLY = 0.7  # a loss or distance is clearly lower if it is less than this share of another
 
 
-@client_step("coterie.block:train")
+@client_step("coterie.block:train", forms.trained)
 def train(block: Block, models: Models, work: SGD) -> Answer:
     """Train the model that was sent."""
     return Answer(params=block.train(models, work), samples=block.samples)
 
 
-@client_step("coterie.block:choose")
+@client_step("coterie.block:choose", forms.chosen)
 def choose(block: Block, models: Models, work: SGD, own: Tensor | None = None) -> Answer:
     """Choose the model with the lowest training loss; with `own` [c], only if it is clearly lower than that of `own`.
 
@@ -117,7 +134,7 @@ def choose(block: Block, models: Models, work: SGD, own: Tensor | None = None) -
     return Answer(choice=clearly_lowest(block.losses(models), own))
 
 
-@client_step("coterie.block:judge")
+@client_step("coterie.block:judge", lambda asked: {"losses": asked.losses(asked.count)})
 def judge(block: Block, models: Models, work: SGD) -> Answer:
     """The training loss of each of the models that were sent, [c, m]."""
     return Answer(losses=block.losses(models))
@@ -136,7 +153,14 @@ def clearly_lowest(values: Tensor, own: Tensor | None) -> Tensor:
     return torch.where((own >= 0) & (least.values >= _CLEARLY * at_own), own, least.indices)
 
 
-@client_step("coterie.block:sign")
+def signed(asked: Asked) -> Forms:
+    """A signature and label counts."""
+    classes, width = signature_shape(asked.task)
+    signature = asked.numbers(classes, width, low=-forms.LARGE, high=forms.LARGE)
+    return {"signature": signature, "counts": asked.label_counts(classes)}
+
+
+@client_step("coterie.block:sign", signed)
 def sign(block: Block, models: Models, work: SGD) -> Answer:
     """The client's signature: a sketch of the mean gradient of each class it holds, and its label counts."""
     classes, width = signature_shape(block.task)
@@ -148,7 +172,7 @@ def sign(block: Block, models: Models, work: SGD) -> Answer:
     return Answer(signature=rows, counts=counts)
 
 
-@client_step("coterie.block:train_and_sign")
+@client_step("coterie.block:train_and_sign", lambda asked: forms.trained(asked) | signed(asked))
 def train_and_sign(block: Block, models: Models, work: SGD) -> Answer:
     """Train the model that was sent, and sign at it."""
     return Answer(**train(block, models, work), **sign(block, models, work))
@@ -160,39 +184,44 @@ def signature_shape(task: Task) -> tuple[int, int]:
     return classes, min(task.layout.num_parameters, max(32, min(512, _SIGNATURE // classes)))
 
 
-@client_step("coterie.block:evaluate")
+@client_step("coterie.block:evaluate", forms.scored)
 def evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
     """Score the model that was sent, or else the client's own model, on the client's test samples."""
     return Answer(**block.evaluate(_sent_or_own(block, models)))
 
 
-@client_step("coterie.block:evaluate_privately")
+def scored_privately(asked: Asked) -> Forms:
+    """Accuracy and F1, if there are classes."""
+    return {name: form for name, form in forms.scored(asked).items() if name in ("accuracy", "f1")}
+
+
+@client_step("coterie.block:evaluate_privately", scored_privately)
 def evaluate_privately(block: Block, models: Models | None, work: SGD) -> Answer:
     """As `evaluate`, but only accuracy and F1 leave the client: no loss, no number of samples."""
     scores = block.evaluate(_sent_or_own(block, models))
     return Answer(**{name: values for name, values in scores.items() if name in ("accuracy", "f1")})
 
 
-@client_step("coterie.block:adapt_and_evaluate")
+@client_step("coterie.block:adapt_and_evaluate", forms.scored)
 def adapt_and_evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
     """As `evaluate`, after adapting the model on the client's training samples."""
     return Answer(**block.evaluate(adapt(block, models, work).params))
 
 
-@client_step("coterie.block:adapt")
+@client_step("coterie.block:adapt", forms.model)
 def adapt(block: Block, models: Models | None, work: SGD) -> Answer:
     """The personal model: the one that was sent, or the client's own, trained on the client's samples."""
     return Answer(params=block.train(own_model(block, models, work).params, work))
 
 
-@client_step("coterie.block:own_model")
+@client_step("coterie.block:own_model", forms.model)
 def own_model(block: Block, models: Models | None, work: SGD) -> Answer:
     """The personal model without further training."""
     found = _sent_or_own(block, models)
     return Answer(params=found.rows() if isinstance(found, Models) else found)
 
 
-@client_step("coterie.block:label_counts")
+@client_step("coterie.block:label_counts", lambda asked: {"counts": asked.label_counts(asked.task.num_classes)})
 def label_counts(block: Block, models: Models | None, work: SGD) -> Answer:
     """The number of training samples of each class."""
     return Answer(counts=block.label_counts())

@@ -45,6 +45,7 @@ def write_app(folder: Path, name: str | None = None, nodes: int = 4) -> list[Pat
         "nodes": str(nodes),
         "last": str(nodes - 1),
         "runs": str(folder.resolve() / "runs"),
+        "keys": str(folder.resolve() / "keys"),
         "services": "\n".join(_SERVICE.format(number=number) for number in range(nodes)),
     }
     made = []

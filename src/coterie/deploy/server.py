@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from coterie.client.task import Task
 from coterie.data.federation import SPLITS, Federation
 from coterie.deploy.client import classes_of, loss_of, maker_of
 from coterie.engines.flower.engine import FlowerEngine, FlowerSettings
-from coterie.engines.flower.link import Link, Member, splits_of
+from coterie.engines.flower.link import Link, Member, owner_of, splits_of
 from coterie.engines.flower.site import one_client
 from coterie.errors import ConfigError, Interrupted
 from coterie.runs.execution import environment, finish
@@ -44,8 +45,10 @@ _PLACES = {
     fields_of(group)[name].flags[0].removeprefix("--"): f"{group.table}.{name}"
     for group, names in _TAKEN.items()
     for name in names
-} | {name: f"engine.{name}" for name in ("deadline", "poll")}
-_OWN = ("set", "min-clients", "wait", "run-dir", "name", "identity")
+} | {name.replace("_", "-"): f"engine.{name}" for name in ("deadline", "poll", "max_samples", "max_weight")}
+_OWN = ("set", "min-clients", "wait", "run-dir", "name", "identity", "keys")
+_FIRST_HELLO = 120.0  # seconds that sites have to identify themselves at the start, when all do so at the same time
+_WEIGHT = 10.0  # limit on a site's weight, in median sites: sites of different organisations
 
 
 def deployed_server_app(site: Any) -> Any:
@@ -68,13 +71,14 @@ def serve(grid: Any, config: dict[str, Any], site: Any) -> dict[str, Any]:
     identity = str(config.get("identity", "key"))
     if identity not in ("key", "claimed"):
         raise ConfigError(f"identity must be 'key' or 'claimed'. Got '{identity}' instead.")
+    registered = _registered(str(config.get("keys", ""))) if identity == "key" else None
     experiment = resolve(merge(tables | {"engine": {}}))
-    settings = build(FlowerSettings, tables.get("engine", {}), "engine")
+    settings = build(FlowerSettings, {"max_weight": _WEIGHT} | tables.get("engine", {}), "engine")
     parent, name = Path(str(config.get("run-dir", "runs"))), str(config.get("name", "deployed"))
     folder = _folder(parent, name, tables)
     with folder.held():
         kept = folder.read_json("artifacts/members.json") or {"members": [], "lives": {}}
-        link = Link(grid, identity, settings.poll)  # type: ignore[arg-type]
+        link = Link(grid, identity, settings.poll, settings.max_samples, registered)  # type: ignore[arg-type]
         link.restore(kept["members"])
         _gather(link, int(config.get("min-clients", 2)), float(config.get("wait", 600)))
         federation = _federation(list(link.members.values()), site)
@@ -170,12 +174,39 @@ def _folder(parent: Path, name: str, tables: dict[str, dict[str, Any]]) -> RunFo
     return RunFolder.create(parent, name, name, tables | {"run": head})
 
 
+def _registered(folder: str) -> Callable[[], set[str]]:
+    """A function that reads the public keys of the sites, so that sites can be added during a run."""
+
+    def read() -> set[str]:
+        return {owner for path in sorted(Path(folder).glob("*.pub")) if (owner := _owner_in(path)) is not None}
+
+    if not folder or not read():
+        raise ConfigError(
+            f'identity = "key" needs the registered keys of the sites, and there are no .pub files in "{folder}". '
+            'Set keys to their folder on the server; or set identity = "claimed", for a trial without keys.'
+        )
+    return read
+
+
+def _owner_in(path: Path) -> str | None:
+    """The owner (`owner_of`) with the public key in a file; None if it is not one that can be read."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+
+    try:
+        key = load_ssh_public_key(path.read_bytes())
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        log.warning("%s is not a public key that can be read: %s", path, error)
+        return None
+    return owner_of(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+
+
 def _gather(link: Link, least: int, patience: float) -> None:
     """Wait until at least `least` sites are connected."""
     ends = time.monotonic() + patience
     reported = -1
     while True:
-        link.roll_call()
+        link.roll_call(_FIRST_HELLO)
         there = len(link.connected)
         if there >= least:
             return
@@ -183,8 +214,10 @@ def _gather(link: Link, least: int, patience: float) -> None:
             log.info("%d of at least %d sites are connected", there, least)
             reported = there
         if time.monotonic() > ends:
+            rejected = f" Rejected: {'; '.join(link.notes[:10])}." if link.notes else ""
             raise ConfigError(
                 f"Only {there} of at least {least} sites connected in {patience:g} s; change min-clients or wait."
+                + rejected
             )
         time.sleep(0.5)
 

@@ -33,7 +33,7 @@ from coterie.randomness import Rng, uniform
 log = logging.getLogger("coterie.engines")
 
 LATE = "did not answer (simulated)"
-_LARGE = 100.0  # times the norm of the model that was sent: larger answers are refused
+LARGEST = 100.0  # times the norm of the model that was sent: larger answers are refused
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ def too_large(length: Tensor, sent: Tensor | None) -> Tensor:
     `sent` [c] is the norm of the model that was sent. Each client is judged by itself, so that the verdict does not
     depend on the other clients of the chunk.
     """
-    limit = _LARGE * (1 + (torch.zeros_like(length) if sent is None else sent.to(length)))
+    limit = LARGEST * (1 + (torch.zeros_like(length) if sent is None else sent.to(length)))
     return torch.gt(length, limit)
 
 

@@ -28,6 +28,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Mixture, Models
 from coterie.client.serving import Serving, serving
 from coterie.client.steps import OWN_MODEL, Answer, client_step
@@ -65,7 +66,7 @@ class Interpolated(SGD):
         return [*at_shared, *(s * grad for s, grad in zip(shares, at_mixed, strict=True))]
 
 
-@client_step("coterie.apfl:train_both")
+@client_step("coterie.apfl:train_both", forms.trained)
 def train_both(block: Block, models: Models, work: SGD, alpha: Tensor, adaptive: Tensor) -> Answer:
     """Adapt the share, then train the received model and the client's own one; send the received one."""
     sent = models.rows()

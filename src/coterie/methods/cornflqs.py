@@ -33,6 +33,7 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
 from coterie.client.steps import Answer, ClientStep, client_step, train
 from coterie.client.task import Task
@@ -48,7 +49,7 @@ from coterie.randomness import Rng
 from coterie.settings import setting
 
 
-@client_step("coterie.cornflqs:train_twice")
+@client_step("coterie.cornflqs:train_twice", forms.trained)
 def train_twice(block: Block, models: Models, work: SGD) -> Answer:
     """Train the model that was sent, then train the result again."""
     return Answer(params=block.train(block.train(models, work), work), samples=block.samples)

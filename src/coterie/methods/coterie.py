@@ -27,7 +27,9 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
+from coterie.client.forms import Asked, Forms
 from coterie.client.steps import Answer, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD
@@ -46,7 +48,7 @@ from coterie.methods.parts.centers import (
     without_signatures,
 )
 from coterie.methods.parts.guard import rechosen, with_misplaced
-from coterie.methods.parts.halves import coarsened, halves_shape, restored, sign_at, signed_halves
+from coterie.methods.parts.halves import coarsened, halves_shape, restored, sign_at, signed_halves, signed_in_halves
 from coterie.methods.parts.kinds import CLEAR, SURE, WORTH, Halves, Kinds, Limits, Noise, find_kinds
 from coterie.methods.parts.personal import (
     NUM_MIXES,
@@ -85,7 +87,20 @@ _FADES = 0.5  # how much a cluster's past preference for mixes counts in a round
 # ---- the client's half ----
 
 
-@client_step("coterie.coterie:train_member")
+def trained_member(asked: Asked) -> Forms:
+    """A model; where they were asked for, losses of mixes, an alarm, and a signature."""
+    found = forms.trained(asked) | forms.watched(asked)
+    if {"shares", "curve"} <= asked.given.keys():
+        found |= {"losses": asked.losses(NUM_MIXES, dtype=asked.dtype), "held": asked.samples("valid", "train")}
+    return found | (signed_in_halves(asked) if "sign" in asked.given else {})
+
+
+def tried_member(asked: Asked) -> Forms:
+    """As `trained_member`, with losses of mixes with the second model."""
+    return trained_member(asked) | {"tried": asked.losses(NUM_MIXES, dtype=asked.dtype)}
+
+
+@client_step("coterie.coterie:train_member", trained_member)
 def train_member(
     block: Block,
     models: Models,
@@ -126,7 +141,7 @@ def is_strange(loss: Tensor, usual: Tensor) -> Tensor:
     return (usual > 0) & (loss > _STRANGE * usual + _SLACK)
 
 
-@client_step("coterie.coterie:try_member")
+@client_step("coterie.coterie:try_member", tried_member)
 def try_member(block: Block, models: Models, work: SGD, shares: Tensor, curve: Tensor, balance: Tensor) -> Answer:
     """As `train_member`, with a second model: tell how it would do in place of the center, on held-out samples."""
     tried = Models(models.table, models.refs[:, 1])

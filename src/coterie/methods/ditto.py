@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
 from coterie.client.steps import OWN_MODEL, Answer, client_step, train
 from coterie.client.work import SGD, Corrected
@@ -28,7 +29,7 @@ from coterie.randomness import Rng
 from coterie.settings import setting
 
 
-@client_step("coterie.ditto:train_global_and_own")
+@client_step("coterie.ditto:train_global_and_own", forms.trained)
 def train_global_and_own(
     block: Block, models: Models, work: SGD, lam: Tensor, personal_epochs: Tensor | None = None
 ) -> Answer:

@@ -24,6 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
 from coterie.client.steps import OWN_MODEL, Answer, client_step
 from coterie.client.work import SGD, GradientAt, Stack, register_work
@@ -59,7 +60,7 @@ class Aggregation(SGD):
             weight.clamp_(0, 1)
 
 
-@client_step("coterie.fedala:aggregate_and_train")
+@client_step("coterie.fedala:aggregate_and_train", forms.trained)
 def aggregate_and_train(
     block: Block, models: Models, work: SGD, layers: Tensor, eta: Tensor, weight_epochs: Tensor
 ) -> Answer:

@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
 from coterie.client.serving import Serving
 from coterie.client.steps import Answer, ClientStep, client_step
@@ -40,7 +41,7 @@ def norms_of(task: Task) -> Tensor:
     return mine
 
 
-@client_step("coterie.fedbn:train_with_own_norms")
+@client_step("coterie.fedbn:train_with_own_norms", forms.trained)
 def train_with_own_norms(block: Block, models: Models, work: SGD) -> Answer:
     """Train the received model with the client's own normalisation layers; send all but those."""
     mine = norms_of(block.task)

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
 from coterie.client.steps import Answer, client_step
 from coterie.client.work import SGD, Corrected
@@ -27,7 +28,7 @@ from coterie.randomness import Rng
 from coterie.settings import setting
 
 
-@client_step("coterie.algorithms.feddane:train_corrected")
+@client_step("coterie.algorithms.feddane:train_corrected", forms.trained)
 def train_corrected(block: Block, models: Models, work: SGD, mean_gradient: Tensor) -> Answer:
     """Train with the client's own gradient at w_t replaced by the mean gradient."""
     start = models.rows()

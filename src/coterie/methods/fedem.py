@@ -24,7 +24,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Mixture, Models
+from coterie.client.forms import Asked, Forms
 from coterie.client.serving import serving
 from coterie.client.steps import Answer, ClientStep, client_step
 from coterie.client.task import Task
@@ -39,7 +41,12 @@ _SHARES = "shares"  # the name under which a client remembers pi
 _E_STEPS = 20  # of a client that has no shares yet
 
 
-@client_step("coterie.fedem:train_mixture")
+def trained_mixture(asked: Asked) -> Forms:
+    """All models that were sent, and which of them is responsible for most samples."""
+    return forms.trained(asked) | forms.chosen(asked) | {"params": asked.numbers(asked.count, asked.size)}
+
+
+@client_step("coterie.fedem:train_mixture", trained_mixture)
 def train_mixture(block: Block, models: Models, work: SGD) -> Answer:
     """One E-step, then train every model on the samples it is responsible for."""
     count = models.refs.shape[1]
@@ -54,13 +61,13 @@ def train_mixture(block: Block, models: Models, work: SGD) -> Answer:
     return Answer(params=torch.stack(found, dim=1), samples=block.samples, choice=shares.argmax(1))
 
 
-@client_step("coterie.fedem:largest_share")
+@client_step("coterie.fedem:largest_share", forms.chosen)
 def largest_share(block: Block, models: Models, work: SGD) -> Answer:
     """The model that is responsible for most of the client's samples."""
     return Answer(choice=shares_of(block, models).argmax(1))
 
 
-@serving("coterie.fedem:mixture")
+@serving("coterie.fedem:mixture", lambda asked: forms.mixture(asked, asked.count))
 def mixture(block: Block, models: Models, work: SGD) -> Mixture:
     """All models, with the client's shares."""
     return Mixture(models, shares_of(block, models))

@@ -21,7 +21,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
+from coterie.client.forms import Asked, Forms
 from coterie.client.steps import OWN_MODEL, Answer, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD
@@ -32,7 +34,12 @@ from coterie.randomness import Rng, uniform
 from coterie.settings import setting
 
 
-@client_step("coterie.algorithms.fedfomo:mix_and_train")
+def mixed(asked: Asked) -> Forms:
+    """A model, and the weights of the received ones in it."""
+    return forms.model(asked) | {"weights": asked.numbers(asked.count, low=0, high=1)}
+
+
+@client_step("coterie.algorithms.fedfomo:mix_and_train", mixed)
 def mix_and_train(block: Block, models: Models, work: SGD) -> Answer:
     """Mix the client's model with the received ones by their losses on the validation samples, then train."""
     own = block.memory.get(OWN_MODEL, block.initial)
@@ -47,14 +54,14 @@ def mix_and_train(block: Block, models: Models, work: SGD) -> Answer:
     return Answer(params=trained, weights=weights)
 
 
-@client_step("coterie.algorithms.fedfomo:train_and_send")
+@client_step("coterie.algorithms.fedfomo:train_and_send", forms.model)
 def train_and_send(block: Block, models: Models | None, work: SGD) -> Answer:
     """Continue to train the client's model, and send it."""
     train_own(block, models, work)
     return Answer(params=block.memory.get(OWN_MODEL, block.initial))
 
 
-@client_step("coterie.algorithms.fedfomo:best_of")
+@client_step("coterie.algorithms.fedfomo:best_of", forms.chosen)
 def best_of(block: Block, models: Models, work: SGD) -> Answer:
     """Which of the received models is best on the validation samples."""
     return Answer(choice=block.losses(models, split="valid").argmin(1))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
 from coterie.client.serving import Serving
 from coterie.client.steps import Answer, ClientStep, client_step
@@ -21,7 +22,7 @@ from coterie.methods.base import register
 from coterie.methods.parts.own_parts import OwnParts, PartOf, assembled, head_of, keep_and_send, serving_with
 
 
-@client_step("coterie.fedper:train_together")
+@client_step("coterie.fedper:train_together", forms.trained)
 def train_together(block: Block, models: Models, work: SGD) -> Answer:
     """Train body and head together; send the body."""
     mine = head_of(block.task)

@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
 from coterie.client.serving import Serving
 from coterie.client.steps import Answer, ClientStep, client_step
@@ -34,7 +35,7 @@ from coterie.methods.parts.own_parts import (
 from coterie.settings import setting
 
 
-@client_step("coterie.fedrep:train_in_turn")
+@client_step("coterie.fedrep:train_in_turn", forms.trained)
 def train_in_turn(block: Block, models: Models, work: SGD, head_epochs: Tensor) -> Answer:
     """Train the head on the received body, then the body under that head; send the body."""
     mine = head_of(block.task)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from coterie.client.block import Block, Models
+from coterie.client.forms import Asked, Forms
 from coterie.client.steps import Answer, client_step
 from coterie.client.work import SGD
 from coterie.engines.base import Engine
@@ -22,7 +23,12 @@ from coterie.methods.fedavg import FedAvg
 from coterie.randomness import Rng
 
 
-@client_step("coterie.algorithms.fedsgd:full_gradient")
+def summed(asked: Asked) -> Forms:
+    """A gradient, and the number of samples it is of."""
+    return {"gradient": asked.model(), "samples": asked.samples("train")}
+
+
+@client_step("coterie.algorithms.fedsgd:full_gradient", summed)
 def full_gradient(block: Block, models: Models, work: SGD) -> Answer:
     """The gradient over all training samples at the received model, followed by the float buffers."""
     gradient, buffers = block.gradient(models.rows())

@@ -29,6 +29,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
 from coterie.client.steps import Answer, ClientStep, clearly_lowest, client_step
 from coterie.client.task import Task
@@ -43,7 +44,7 @@ from coterie.randomness import Rng
 from coterie.settings import setting
 
 
-@client_step("coterie.algorithms.fesem:train_near_center")
+@client_step("coterie.algorithms.fesem:train_near_center", lambda asked: forms.trained(asked) | forms.watched(asked))
 def train_near_center(
     block: Block, models: Models, work: SGD, mean_samples: Tensor, watch: Tensor | None = None
 ) -> Answer:
@@ -54,7 +55,7 @@ def train_near_center(
     return Answer(**alarm, params=block.train(models, work, prox=prox), samples=block.samples)
 
 
-@client_step("coterie.algorithms.fesem:count")
+@client_step("coterie.algorithms.fesem:count", lambda asked: {"samples": asked.samples("train")})
 def count(block: Block, models: Models | None, work: SGD) -> Answer:
     """The number of training samples."""
     return Answer(samples=block.samples)

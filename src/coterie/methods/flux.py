@@ -40,7 +40,9 @@ from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
+from coterie.client.forms import Asked, Form, Forms
 from coterie.client.steps import Answer, ClientStep, client_step, train
 from coterie.client.task import Task
 from coterie.client.work import SGD
@@ -64,7 +66,24 @@ Latent = Literal["last", "first"]
 # ---- the client's half ----
 
 
-@client_step("coterie.flux:report")
+def reported(asked: Asked) -> Forms:
+    """Accuracy, the samples it is of, and the largest latent."""
+    peak = asked.numbers(low=-forms.LARGE, high=forms.LARGE)
+    return {"accuracy": asked.share(), "samples": asked.samples("valid", "train"), "peak": peak}
+
+
+def described(asked: Asked) -> Forms:
+    """A descriptor; its width follows from the network's latents."""
+    task = asked.task
+    network = Network(task.module, torch.float32, torch.device("cpu"))
+    x = torch.zeros(1, *task.input_shape, dtype=torch.int64 if task.integers else torch.float32)
+    with torch.no_grad():
+        z = latents(network, task.initial.float(), x, bool(asked.given["first"]))
+    width = len(projection(z.shape[1], task.num_classes)[1])
+    return {"descriptor": Form((2 + 2 * task.num_classes, width), torch.float64, -forms.LARGE, forms.LARGE)}
+
+
+@client_step("coterie.flux:report", reported)
 def report(block: Block, models: Models, work: SGD, first: Tensor) -> Answer:
     """Accuracy and largest latent of the model on the validation samples; on the training samples if there are none."""
     scores = block.evaluate(models, "valid")
@@ -79,7 +98,7 @@ def report(block: Block, models: Models, work: SGD, first: Tensor) -> Answer:
     return Answer(accuracy=scores["accuracy"], samples=scores["samples"], peak=torch.stack(peaks))
 
 
-@client_step("coterie.flux:describe")
+@client_step("coterie.flux:describe", described)
 def describe(block: Block, models: Models, work: SGD, first: Tensor, peak: Tensor) -> Answer:
     """The descriptor of the client's training samples: [c, 2 + 2 L, q]."""
     rows, network = [], _network(block, models)

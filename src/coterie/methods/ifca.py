@@ -18,6 +18,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models, take
 from coterie.client.steps import Answer, ClientStep, clearly_lowest, client_step
 from coterie.client.task import Task
@@ -31,14 +32,16 @@ from coterie.randomness import Rng
 from coterie.settings import setting
 
 
-@client_step("coterie.algorithms.ifca:choose_and_train")
+@client_step("coterie.algorithms.ifca:choose_and_train", lambda asked: forms.trained(asked) | forms.chosen(asked))
 def choose_and_train(block: Block, models: Models, work: SGD, own: Tensor | None = None) -> Answer:
     """Choose the model with the lowest training loss, and train it; with `own` [c], keep that one if it is close."""
     choice = clearly_lowest(block.losses(models), own)  # [c]
     return Answer(params=block.train(take(models, choice), work), choice=choice, samples=block.samples)
 
 
-@client_step("coterie.algorithms.ifca:choose_and_gradient")
+@client_step(
+    "coterie.algorithms.ifca:choose_and_gradient", lambda asked: {"gradient": asked.model(), "choice": asked.choice()}
+)
 def choose_and_gradient(block: Block, models: Models, work: SGD) -> Answer:
     """Choose the model with the lowest training loss, and send the gradient at it."""
     choice = block.losses(models).argmin(1)  # [c]

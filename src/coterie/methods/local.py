@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
 from coterie.client.steps import OWN_MODEL, Answer, client_step
 from coterie.client.task import Task
@@ -17,7 +18,7 @@ from coterie.methods.base import Algorithm, ClusterState, Personal, register
 from coterie.randomness import Rng
 
 
-@client_step("coterie.algorithms.local:train_own")
+@client_step("coterie.algorithms.local:train_own", forms.nothing)
 def train_own(block: Block, models: Models | None, work: SGD) -> Answer:
     """Continue to train the model that the client remembers."""
     block.memory.put(OWN_MODEL, block.train(block.memory.get(OWN_MODEL, block.initial), work))

@@ -28,7 +28,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
+from coterie.client.forms import Asked, Forms
 from coterie.client.steps import Answer, ClientStep, clearly_lowest, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD
@@ -48,19 +50,30 @@ _SHOWN_SAMPLES = 16  # pseudo samples per center and class that the confusion ma
 _SHOWN_PICTURES = 3  # of them kept as pictures
 
 
-@client_step("coterie.algorithms.md_icfl:train_only")
+@client_step("coterie.algorithms.md_icfl:train_only", lambda asked: forms.model(asked) | forms.watched(asked))
 def train_only(block: Block, models: Models, work: SGD, watch: Tensor | None = None) -> Answer:
     """Train the received model, and send nothing but the model (and whether the loss has risen)."""
     return Answer(**watched(block, models, watch), params=block.train(models, work))
 
 
-@client_step("coterie.algorithms.md_icfl:train_and_count")
+def counted(asked: Asked) -> Forms:
+    """A model and label counts."""
+    counts = asked.label_counts(asked.task.num_classes)
+    return forms.model(asked) | forms.watched(asked) | {"counts": counts}
+
+
+@client_step("coterie.algorithms.md_icfl:train_and_count", counted)
 def train_and_count(block: Block, models: Models, work: SGD, watch: Tensor | None = None) -> Answer:
     """As `train_only`, with the label counts of now: a client's data may change."""
     return Answer(**train_only(block, models, work, watch), counts=block.label_counts())
 
 
-@client_step("coterie.algorithms.md_icfl:nearest")
+def placed_by_distance(asked: Asked) -> Forms:
+    """One of the centers whose distances were sent."""
+    return {"choice": asked.choice(len(asked.given["distances"]))}
+
+
+@client_step("coterie.algorithms.md_icfl:nearest", placed_by_distance)
 def nearest(block: Block, models: Models | None, work: SGD, distances: Tensor, own: Tensor | None = None) -> Answer:
     """The nearest center by the client's label counts: distances [c, K, L], and its present center `own` [c]."""
     return Answer(choice=nearest_center(distances, block.label_counts(), own))

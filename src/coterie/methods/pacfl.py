@@ -23,6 +23,7 @@ samples: `beta` must be chosen for the data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
@@ -33,6 +34,7 @@ from scipy.spatial.distance import squareform
 from torch import Tensor
 
 from coterie.client.block import Block, Models
+from coterie.client.forms import Asked, Forms
 from coterie.client.steps import Answer, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD
@@ -45,7 +47,13 @@ from coterie.settings import setting
 _RANK = 1e-5  # singular values below this share of the largest are zero
 
 
-@client_step("coterie.pacfl:subspaces")
+def found_subspaces(asked: Asked) -> Forms:
+    """Directions of length 1, up to rounding, for each class."""
+    task, count = asked.task, int(asked.given["vectors"])
+    return {"bases": asked.numbers(max(1, task.num_classes), math.prod(task.input_shape), count, low=-2, high=2)}
+
+
+@client_step("coterie.pacfl:subspaces", found_subspaces)
 def subspaces(block: Block, models: Models | None, work: SGD, vectors: Tensor) -> Answer:
     """The leading left singular vectors of the samples of each class: [c, L, D, p], zero where there are none."""
     classes, count = block.task.num_classes, int(vectors)

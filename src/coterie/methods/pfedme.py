@@ -26,6 +26,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
 from coterie.client.steps import OWN_MODEL, Answer, client_step
 from coterie.client.work import SGD, GradientAt, Stack, register_work
@@ -69,7 +70,7 @@ class Envelope(SGD):
         return [*of_center, *((o - t) / self.lr for o, t in zip(old, theta, strict=True))]
 
 
-@client_step("coterie.pfedme:train_envelope")
+@client_step("coterie.pfedme:train_envelope", forms.trained)
 def train_envelope(block: Block, models: Models, work: SGD) -> Answer:
     """Move the received model by its envelope, and keep theta."""
     sent, cut = models.rows(), block.task.layout.num_parameters

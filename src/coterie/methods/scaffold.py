@@ -27,11 +27,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
+from coterie.client.forms import Asked, Forms
 from coterie.client.steps import Answer, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD, Corrected
-from coterie.engines.base import Engine
+from coterie.engines.base import LARGEST, Engine
 from coterie.errors import ConfigError
 from coterie.methods.base import ClusterState, register
 from coterie.methods.fedavg import OneModel
@@ -42,7 +44,15 @@ from coterie.settings import setting
 _CONTROL = "control"  # the name under which a client remembers c_i
 
 
-@client_step("coterie.scaffold:train_controlled")
+def controlled(asked: Asked) -> Forms:
+    """A model and the change of a control, which is at most as long as the largest model that is accepted implies."""
+    control = asked.given["control"]
+    longest = 2 * LARGEST * (1 + asked.longest) / asked.work.lr + torch.linalg.vector_norm(control.double()).item()
+    change = replace(asked.numbers(len(control)), longest=longest)
+    return forms.trained(asked) | {"change": change}
+
+
+@client_step("coterie.scaffold:train_controlled", controlled)
 def train_controlled(block: Block, models: Models, work: SGD, control: Tensor) -> Answer:
     """Train with the client's drift corrected; answer with the model and the change of the client's control."""
     start, cut = models.rows(), block.task.layout.num_parameters

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
 from coterie.client.steps import Answer, client_step, train, train_and_sign
 from coterie.client.work import SGD
@@ -199,7 +200,7 @@ def weighted_mean(values: Tensor, weights: Tensor) -> tuple[float | None, float 
     return float(mean), float(spread * math.sqrt(len(values) / (len(values) - 1)))
 
 
-@client_step("coterie.choose_k:validate")
+@client_step("coterie.choose_k:validate", lambda asked: forms.scored_on("valid", asked))
 def validate(block: Block, models: Models, work: SGD) -> Answer:
     """Scores of the sent model on the client's validation samples."""
     return Answer(**block.evaluate(models, split="valid"))

@@ -476,11 +476,13 @@ def scores_of(engine: Engine, evaluation: Request) -> dict[str, NDArray[Any]]:
     """The scores of each client [n]; clients that fail score 0 with samples = 0."""
     count = len(evaluation.cohort)
     found: dict[str, NDArray[Any]] = {}
+    answered = np.zeros(count, dtype=np.int64)
     for chunk in engine.answers(evaluation):
+        answered[chunk.positions.numpy()] = 1
         for name, values in chunk.answer.items():
             scores = np.zeros(count, dtype=np.int64 if name == "samples" else np.float64)
             found.setdefault(name, scores)[chunk.positions.numpy()] = values.cpu().numpy()
     if not found:
         return {"samples": np.zeros(count, dtype=np.int64), "loss": np.zeros(count)}
     # Where clients keep their sample counts private, all weigh the same.
-    return {"samples": np.ones(count, dtype=np.int64)} | found
+    return {"samples": answered} | found

@@ -2,14 +2,7 @@
 
 from collections.abc import Sequence
 
-
-def safe_text(text: object) -> str:
-    """A text in which control characters and the like are written out, so that a name cannot steer a terminal.
-
-    >>> print(safe_text("a\\x1b[2J\\u202eb"), safe_text("Zürich 7"))
-    a\\x1b[2J\\u202eb Zürich 7
-    """
-    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in str(text))
+from coterie.trust import safe_text as safe_text
 
 
 def size_text(count: float) -> str:

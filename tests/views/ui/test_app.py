@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import uvicorn
 from coterie.runs.folder import RunFolder
 from coterie.views.ui.app import create_app
 from coterie.views.ui.guard import COOKIE, HEADERS
+from coterie.views.ui.lines import Line, configured
 from tests.views.report.made import append_round, make_run
 
 TOKEN = "correct-horse-battery-staple"
@@ -33,7 +34,7 @@ def serving(root: Path, token: str | None = None) -> Iterator[tuple[str, int]]:
     """The real server on a free port of this machine."""
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_app(root, token), http="h11", ws="none", log_level="warning"))
+    server = uvicorn.Server(configured(create_app(root, token)))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     while not server.started:
@@ -296,6 +297,11 @@ HOSTS = {
     "evil.example": "421",
     "127.0.0.1.evil.example": "421",
     "localhost.evil.example:80": "421",
+    "[::1]evil": "421",
+    "[::1]evil.example:80": "421",
+    "[::1]:80evil": "421",
+    "localhost:80.evil.example": "421",
+    "localhost@evil.example": "421",
     "": "421",
 }
 
@@ -325,6 +331,10 @@ def test_with_a_token_nobody_gets_in_without_it(root: Path):
             assert "httponly" in cookie
             assert "samesite=strict" in cookie
             assert client.get("/api/runs").status_code == 200  # by the cookie
+        for others in ('a b=1; {"x": 1}', "=;;=", "x=[1]; y=(", f"{COOKIE}=wrong", f'{COOKIE}="wrong'):
+            cookies = f"{others}; {COOKIE}={TOKEN}; z=\x01"
+            found = httpx.get(base + "/api/runs", headers={"Cookie": cookies.encode("latin-1")}, trust_env=False)
+            assert found.status_code == 200, others
         with_name = httpx.get(
             base + "/api/runs", headers={"Authorization": f"Bearer {TOKEN}", "Host": "box.example"}, trust_env=False
         )
@@ -335,6 +345,73 @@ def test_the_token_sends_nobody_elsewhere(root: Path):
     with serving(root, TOKEN) as address:
         answer = ask(address, f"//evil.example/?token={TOKEN}")
         assert "location: /evil.example/" in answer.lower()
+        for path in ("/\\evil.example/", "/%5Cevil.example/", "/\\/evil.example/"):
+            [place] = [
+                line.partition(":")[2].strip()
+                for line in ask(address, f"{path}?token={TOKEN}").splitlines()
+                if line.lower().startswith("location:")
+            ]
+            assert "\\" not in place  # browsers read it as a slash
+            assert not place.startswith("//")
+
+
+def test_a_name_may_have_backslashes(root: Path):
+    make_run(root, "a\\b", rounds=2)
+    with serving(root) as (host, port), httpx.Client(base_url=f"http://{host}:{port}", trust_env=False) as client:
+        assert "a\\b" in {run["id"] for run in client.get("/api/runs").json()["runs"]}
+        assert client.get("/run/a%5Cb").status_code == 200
+        assert client.get("/api/run/a%5Cb").json()["runs"][0]["id"] == "a\\b"
+        assert client.get("/api/compare", params={"run": ["a\\b"]}).status_code == 200
+        assert client.get("/api/run/a%5C..%5C..%5Cb").status_code == 404
+
+
+# ---- connections ----
+
+
+def test_idle_connections_leave_room_for_others(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Line, "most", 5)
+    with serving(root) as address:
+        idle = [socket.create_connection(address, timeout=10) for _ in range(20)]
+        try:
+            assert ask(address, "/api/runs").startswith("HTTP/1.1 200")
+            closed = 0
+            for line in idle[:-5]:
+                try:
+                    closed += line.recv(1) == b""
+                except ConnectionResetError:
+                    closed += 1
+            assert closed == 15
+        finally:
+            for line in idle:
+                line.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ", b"G"])
+def test_a_request_that_never_ends_is_closed(root: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes):
+    monkeypatch.setattr(Line, "patience", 0.2)
+    with serving(root) as address, socket.create_connection(address, timeout=20) as line:
+        line.sendall(sent)
+        with suppress(ConnectionResetError):
+            assert line.recv(1) == b""
+
+
+def test_an_answer_that_nobody_reads_is_not_kept(root: Path, monkeypatch: pytest.MonkeyPatch):
+    make_run(root, "large", rounds=200, clients=500)
+    lost = threading.Event()
+
+    class Watched(Line):
+        patience = 0.2
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            lost.set()
+
+    monkeypatch.setattr("coterie.views.ui.lines.Line", Watched)
+    with serving(root) as address, socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.connect(address)
+        line.sendall(b"GET /api/run/large HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 100)  # more than buffers hold
+        assert lost.wait(60)
 
 
 def test_many_at_once_get_the_same_answer(root: Path):

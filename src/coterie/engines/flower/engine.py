@@ -2,7 +2,7 @@
 
 Each client of a call gets one message; messages share model records, so that Flower stores each distinct model
 once. A call ends when all clients have answered, or at its deadline; clients that have not answered have failed.
-Every answer is checked before it is used: its size before it is unpacked, then its types and shapes.
+An answer of another form than the step declares is refused when it arrives, and nothing of it is kept: see `wire`.
 
 A deployed site starts a process for every message. So the first message to a client in a round carries the evaluation
 of the round before, which the client does first. Clients outside the cohort get it at the same time, as a message of
@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -23,13 +22,15 @@ import torch
 from flwr.app import ArrayRecord, RecordDict
 from torch import Tensor
 
-from coterie.client.steps import Answer
+from coterie.client.batches import StepCounts
+from coterie.client.forms import Asked, Form, Forms
+from coterie.client.steps import Answer, forms_of
 from coterie.client.task import Task
 from coterie.client.work import to_dict
 from coterie.data.federation import Federation
 from coterie.engines.base import Engine, Reply, Request
 from coterie.engines.flower import wire
-from coterie.engines.flower.link import Link, splits_of
+from coterie.engines.flower.link import MOST_SAMPLES, Link, splits_of
 from coterie.engines.ledger import Phase
 from coterie.randomness import name_keys
 from coterie.settings import setting, values_of
@@ -37,6 +38,10 @@ from coterie.settings import setting, values_of
 log = logging.getLogger("coterie.flower")
 
 _CHUNK = 64  # clients per chunk
+_WORK = 1000  # times the gradients of one training: a client's claim of more counts as so many
+
+Read = tuple[dict[str, Tensor], int] | str
+"""A client's answer and the gradients it took, or the reason of its failure."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +52,36 @@ class FlowerSettings:
     poll: float = setting(0.05, "seconds between polls for answers", gt=0)
     precision: Literal["float32", "float64"] = setting("float32", "floating-point precision of the clients")
     cpus: int = setting(1, "CPU cores per simulated client", ge=1)
+    max_samples: int = setting(MOST_SAMPLES, "samples that a client may declare when it joins", ge=1)
+    max_weight: float | None = setting(
+        None, "limit on a client's weight, as a multiple of that of the median client", gt=0, default_is="none"
+    )
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message to a client, and the form of the answer to it."""
+
+    content: RecordDict
+    call: wire.Call
+    forms: Forms
+    work: int  # gradients that count at most, for each training sample
 
 
 @dataclass
 class Carried:
-    """An evaluation on its way: the messages to clients not asked yet, and the replies of the others."""
+    """An evaluation on its way: the messages to clients not asked yet, and the answers of the others."""
 
     request: Request
-    waiting: dict[str, RecordDict]
+    waiting: dict[str, Sent]
     outside: set[str]  # clients that the round does not ask: their messages hold nothing else
-    replies: dict[str, RecordDict | str] = field(default_factory=dict)  # or the reason of a failure
+    answers: dict[str, Read] = field(default_factory=dict)
 
     def is_of(self, request: Request) -> bool:
         """Whether it is the evaluation that the request asks for."""
         return (self.request.name, self.request.rng.key) == (request.name, request.rng.key)
 
-    def taken(self, names: Iterable[str]) -> dict[str, RecordDict]:
+    def taken(self, names: Iterable[str]) -> dict[str, Sent]:
         """The messages to these clients, which are no longer waiting."""
         return {name: self.waiting.pop(name) for name in names if name in self.waiting}
 
@@ -140,52 +159,64 @@ class FlowerEngine(Engine):
     def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:
         """Send one message per client; yields answers in the order of the cohort."""
         names = self._names(request, positions)
-        found, gradients, refused = self._collect(self._replies(request, names), request)
-        failed = tuple((names[client], reason) for client, reason in refused.items())
+        found: dict[str, dict[str, Tensor]] = {}
+        refused: list[tuple[int, str]] = []
+        gradients = 0
+        for client, answer in self._answers(request, names):
+            if isinstance(answer, str):
+                refused.append((names[client], answer))
+            else:
+                found[client], taken = answer
+                gradients += taken
         good = [client for client in names if client in found]
+        shared = set.intersection(*(set(row) for row in found.values())) if found else set()  # see `Form.optional`
         for some in [good[i : i + _CHUNK] for i in range(0, len(good), _CHUNK)] or [[]]:
             rows = [found.pop(client) for client in some]
-            answer = Answer(**{key: torch.cat([row[key] for row in rows]) for key in (rows or [{}])[0]})
-            yield Reply(torch.tensor([names[c] for c in some], dtype=torch.int64), answer, failed, gradients)
-            failed, gradients = (), 0
+            together = Answer(
+                **{key: torch.cat([row[key] for row in rows]) for key in (rows or [{}])[0] if key in shared}
+            )
+            yield Reply(torch.tensor([names[c] for c in some], dtype=torch.int64), together, tuple(refused), gradients)
+            refused, gradients = [], 0
 
     def _names(self, request: Request, positions: Tensor) -> dict[str, int]:
         """The clients at these positions of the cohort: their names and positions."""
         return {self.names[int(request.cohort[position])]: position for position in positions.tolist()}
 
-    def _replies(self, request: Request, names: Mapping[str, int]) -> Iterator[tuple[str, RecordDict | str]]:
-        """The replies of these clients to a request as they arrive, or the reasons of failures."""
+    def _answers(self, request: Request, names: Mapping[str, int]) -> Iterator[tuple[str, Read]]:
+        """The answers of these clients to a request as they arrive, or the reasons of failures."""
         carried = self._carried
         if carried is not None and carried.is_of(request):
             self._carried = None
-            yield from carried.replies.items()
-            yield from self._exchange(carried.waiting, "evaluate")
+            yield from carried.answers.items()
+            for name, reply in self._exchange(carried.waiting, "evaluate"):
+                yield name, self._read(name, reply, carried.waiting[name])
             return
-        contents = self._messages(request, names, self.round, self.phase)
+        messages = self._messages(request, names, self.round, self.phase)
         if carried is None or self.phase == "evaluate":
-            yield from self._exchange(contents, self.phase)
+            for name, reply in self._exchange(messages, self.phase):
+                yield name, self._read(name, reply, messages[name])
             return
-        first = carried.taken(names)
-        for name, reply in self._exchange(
-            {name: wire.joined(content, first.get(name)) for name, content in contents.items()},
-            self.phase,
-            carried.taken(carried.outside),
-        ):
+        first, outside = carried.taken(names), carried.taken(carried.outside)
+        both = {
+            name: replace(sent, content=wire.joined(sent.content, first[name].content)) if name in first else sent
+            for name, sent in messages.items()
+        }
+        for name, reply in self._exchange(both, self.phase, outside):
             main, evaluation = (reply, reply) if isinstance(reply, str) else wire.parted(reply)
+            if name in outside:
+                carried.answers[name] = self._read(name, main, outside[name])
+                continue
             if name in first:
-                carried.replies[name] = wire.failure("sent no scores") if evaluation is None else evaluation
-            elif name not in contents:
-                carried.replies[name] = main
-            if name in contents:
-                yield name, main
+                carried.answers[name] = self._read(name, evaluation, first[name])
+            yield name, self._read(name, main, messages[name])
 
     def _exchange(
-        self, contents: Mapping[str, RecordDict], phase: Phase, outside: Mapping[str, RecordDict] | None = None
+        self, to: Mapping[str, Sent], phase: Phase, outside: Mapping[str, Sent] | None = None
     ) -> Iterator[tuple[str, RecordDict | str]]:
         """Send each client its message, and other clients an evaluation at the same time; yields the replies."""
         kind = "evaluate" if phase == "evaluate" else "train"
-        messages = {name: (kind, content) for name, content in contents.items()}
-        messages |= {name: ("evaluate", content) for name, content in (outside or {}).items()}
+        messages = {name: (kind, sent.content) for name, sent in to.items()}
+        messages |= {name: ("evaluate", sent.content) for name, sent in (outside or {}).items()}
         up = 0
         for name, reply in self.link.ask(messages, self.settings.deadline):
             up += 0 if isinstance(reply, str) else wire.size_of(reply)
@@ -195,12 +226,13 @@ class FlowerEngine(Engine):
             down = sum(wire.size_of(content) for _, content in messages.values())
             self.ledger.record_wire(phase, len(messages), down, up)
 
-    def _messages(self, request: Request, names: Mapping[str, int], round: int, phase: Phase) -> dict[str, RecordDict]:
+    def _messages(self, request: Request, names: Mapping[str, int], round: int, phase: Phase) -> dict[str, Sent]:
         """One message per client, by name; messages share one record per distinct model."""
         models, refs = request.models, request.refs
+        forms, work = self._expected(request)
         records: dict[int, tuple[str, ArrayRecord]] = {}
         payload = wire.record_of(request.payload) if request.payload else None
-        contents = {}
+        messages = {}
         for client, position in names.items():
             sent: list[tuple[str, ArrayRecord]] = []
             if models is not None and refs is not None:
@@ -222,49 +254,52 @@ class FlowerEngine(Engine):
                 life=self.life,
                 past=self.past,
                 precision=self.settings.precision,
+                nonce=uuid.uuid4().hex,
             )
             mine = {key: value[position : position + 1] for key, value in request.each.items()}
-            contents[client] = wire.request(call, dict(sent), payload, mine)
-        return contents
+            messages[client] = Sent(wire.request(call, dict(sent), payload, mine), call, forms, work)
+        return messages
 
-    def _collect(
-        self, replies: Iterator[tuple[str, RecordDict | str]], request: Request
-    ) -> tuple[dict[str, dict[str, Tensor]], int, dict[str, str]]:
-        """Answers by client, the gradients they took, and the reasons of rejected clients."""
-        models, refs = request.models, request.refs
-        size = self.task.layout.size if models is None else models.shape[1]  # methods may send a part of the model
-        count = refs.shape[1] if refs is not None and refs.dim() == 2 else 1
-        most = 4 * max(count * max(size, self.task.layout.size) * self.dtype.itemsize, 1 << 20)
-        found: dict[str, dict[str, Tensor]] = {}
-        refused: dict[str, str] = {}
-        gradients = 0
-        for client, reply in replies:
-            if isinstance(reply, str):
-                refused[client] = reply
-                continue
-            try:
-                found[client], taken = wire.read_answer(reply, most)
-                gradients += taken
-            except wire.Refused as error:
-                refused[client] = str(error)
-        for client in self._inconsistent(found, size, count):
-            refused[client] = "answered in another shape than the others"
-            del found[client]
-        return found, gradients, refused
+    # ---- what is expected in return ----
 
-    def _inconsistent(self, found: Mapping[str, Mapping[str, Tensor]], size: int, count: int) -> list[str]:
-        """Clients with models of the wrong length, or with other keys, types or shapes than most answers.
+    def _expected(self, request: Request) -> tuple[Forms, int]:
+        """The form of the answers to a request, and how many gradients for each training sample count at most."""
+        models, refs, work = request.models, request.refs, request.work
+        count = 0 if refs is None else refs.shape[1] if refs.dim() == 2 else 1
+        asked = Asked(
+            self.task,
+            self.dtype,
+            size=self.task.layout.size if models is None else models.shape[1],  # methods may send a part of the model
+            count=count,
+            longest=0.0 if models is None else float(torch.linalg.vector_norm(models, dim=1).max()),
+            work=work,
+            given={**request.payload, **{name: rows[0] for name, rows in request.each.items()}},
+        )
+        once = StepCounts(torch.ones(1, dtype=torch.int64), work).num_samples * work.gradients + 1
+        return forms_of(request.step, asked), _WORK * (1 + count) * once
 
-        A client answers with one model of this size, or with as many as it was sent.
-        """
-        forms = {
-            client: tuple(sorted((key, str(t.dtype), tuple(t.shape)) for key, t in answer.items()))
-            for client, answer in found.items()
-        }
-        right = ((size,), (count, size))
-        wrong = [c for c, answer in found.items() if "params" in answer and answer["params"].shape[1:] not in right]
-        counts = Counter(form for client, form in forms.items() if client not in wrong)
-        if not counts:
-            return wrong
-        usual = min(counts, key=lambda form: (-counts[form], form))
-        return wrong + [client for client, form in forms.items() if client not in wrong and form != usual]
+    def _read(self, client: str, reply: RecordDict | str | None, sent: Sent) -> Read:
+        """A client's answer, or the reason why it is refused."""
+        if isinstance(reply, str):
+            return reply
+        sizes = self.link.members[client].sizes
+        try:
+            tensors, gradients = wire.read_answer(reply, sent.call, sent.forms, sizes)
+        except wire.Refused as error:
+            return str(error)
+        for name, form in sent.forms.items():
+            if form.splits and name in tensors:
+                tensors[name] = self._capped(tensors[name], form, client)
+        return tensors, min(gradients, sent.work * sum(sizes.values()))
+
+    def _capped(self, counts: Tensor, form: Form, client: str) -> Tensor:
+        """Numbers of samples, scaled down to the weight that a client may have."""
+        if self.settings.max_weight is None:
+            return counts
+        split = form.bound_by(self.link.members[client].sizes)
+        sizes = sorted(size for member in self.link.members.values() if (size := member.sizes[split]))
+        most, total = self.settings.max_weight * sizes[(len(sizes) - 1) // 2] if sizes else 0.0, int(counts.sum())
+        if total <= most:
+            return counts
+        scaled = (counts.double() * (most / total)).round().clamp_min(1)  # a class that is held stays held
+        return scaled.to(counts.dtype).where(counts > 0, 0)

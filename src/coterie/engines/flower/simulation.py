@@ -49,7 +49,7 @@ class SimulatedEngine(FlowerEngine):
     """The engine over a simulation; client memory is saved in checkpoints, because the clients' disk is temporary."""
 
     def __init__(self, task: Task, federation: Federation, settings: FlowerSettings, grid: Any, folder: Path) -> None:
-        link = Link(grid, "claimed", settings.poll)
+        link = Link(grid, "claimed", settings.poll, settings.max_samples)
         self._folder = folder
         super().__init__(task, federation, link, settings, run=_RUN)
 

@@ -51,17 +51,17 @@ class Site:
         """The answer to one call of a message of this round."""
         call, models, payload, each = wire.read_request(content)
         if call.client not in self.federation.names:
-            return wire.failure(f"this site is not '{call.client}'")
+            return wire.failure(call, f"this site is not '{call.client}'")
         # A call of an earlier round remembers in the round of its message: a server that repeats that round repeats it.
         folder = self._folder / folder_name(call.run) / folder_name(call.client)
         memory = DiskMemory(folder, round, call.life, call.past)
         try:
             tensors, gradients = self._do(call, memory, models, payload, each)
         except CoterieError as error:
-            return wire.failure(str(error))
+            return wire.failure(call, str(error))
         except Exception as error:  # the user's code may raise anything
-            return wire.failure(f"{type(error).__name__}: {error}")
-        return wire.answer(tensors, gradients)
+            return wire.failure(call, f"{type(error).__name__}: {error}")
+        return wire.answer(call, tensors, gradients)
 
     def _do(
         self,

@@ -1,6 +1,9 @@
 """Requests to clients and their answers, as Flower records. Only arrays and JSON, no pickles.
 
 A message may hold a second call, which the client does first; its records have names of their own (`first.call`).
+
+What a site sends is read in this order: the call it answers, the names of its arrays, the header of each array, and
+only then its numbers. So nothing is unpacked that was not asked for.
 """
 
 from __future__ import annotations
@@ -8,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,12 +23,17 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
+from coterie.client.forms import Form, Forms
+from coterie.data.federation import SplitName
 from coterie.errors import CoterieError
+from coterie.trust import safe_text
 
 CALL, MODEL, PAYLOAD, EACH, ANSWER, INFO = "call", "model", "payload", "each", "answer", "told"
 _FIRST = "first."
 _DTYPES = ("float16", "float32", "float64", "int64", "int32", "int8", "uint8", "bool")
+_LIFE = re.compile(r"[0-9a-f]{0,64}")
 _HEADER = 4096  # bytes allowed for an array's header
+MOST_TEXT = 300  # characters of a site's text that are kept
 
 
 class Refused(CoterieError):
@@ -47,6 +57,7 @@ class Call:
     life: str = ""  # id of the server process
     past: dict[str, int] = field(default_factory=dict)  # earlier server processes, and the last valid round of each
     precision: str = "float32"
+    nonce: str = ""  # of this call; an answer repeats it, with the round
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -56,29 +67,41 @@ def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
     return ArrayRecord(OrderedDict((name, Array(array)) for name, array in arrays.items()))
 
 
-def tensor_of(array: Any, most: int | None = None) -> Tensor:
-    """The tensor of a Flower array; arrays that are invalid or larger than `most` bytes are rejected unread."""
+def tensor_of(array: Any, form: Form | None = None) -> Tensor:
+    """The tensor of a Flower array. Invalid arrays, and those that are not one row of `form`, are rejected unread."""
     data = getattr(array, "data", None)
     if not isinstance(data, bytes | bytearray | memoryview):
         raise Refused("sent something that is not an array")
-    if most is not None and len(data) > most + _HEADER:
-        raise Refused(f"sent an array of {len(data)} bytes, more than the {most} allowed")
-    if getattr(array, "stype", "") != "numpy.ndarray":
-        raise Refused(f"sent an array of kind '{getattr(array, 'stype', '')}'")
+    if form is not None and len(data) > form.num_bytes + _HEADER:
+        raise Refused(f"sent an array of {len(data)} bytes, more than the {form.num_bytes} expected")
+    stype = getattr(array, "stype", "")
+    if stype != "numpy.ndarray":
+        raise Refused(f"sent an array of kind '{safe_text(stype, 40)}'")
+    head = io.BytesIO(bytes(data[:_HEADER]))
     try:
-        found = np.load(io.BytesIO(bytes(data)), allow_pickle=False)
+        version = np.lib.format.read_magic(head)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, by_columns, dtype = read(head)
     except Exception as error:  # invalid data raises many types
         raise Refused(f"sent an unreadable array ({type(error).__name__})") from error
-    if not isinstance(found, np.ndarray) or found.dtype.name not in _DTYPES or not found.dtype.isnative:
+    if min(shape, default=0) < 0:
+        raise Refused("sent an unreadable array (of a negative size)")
+    if dtype.name not in _DTYPES or not dtype.isnative:
         raise Refused("sent an array of an unsupported type")
-    return torch.from_numpy(np.array(found))  # a copy that owns its memory
+    if form is not None and shape != (1, *form.shape):
+        rows = "instead of one row " if shape[:1] != (1,) else "instead of "
+        raise Refused(f"sent an array of shape {safe_text(shape, 80)} {rows}{(1, *form.shape)}")
+    if len(data) - head.tell() != math.prod(shape) * dtype.itemsize:
+        raise Refused("sent an unreadable array (its length is not that of its header)")
+    found = np.frombuffer(data, dtype, offset=head.tell()).reshape(shape, order="F" if by_columns else "C")
+    return torch.from_numpy(found.copy(order="C"))  # a copy that owns its memory
 
 
-def tensors_of(record: Any, most: int | None = None) -> dict[str, Tensor]:
+def tensors_of(record: Any) -> dict[str, Tensor]:
     """The tensors of a record."""
     if not isinstance(record, ArrayRecord):
         raise Refused("sent no arrays")
-    return {name: tensor_of(array, most) for name, array in record.items()}
+    return {name: tensor_of(array) for name, array in record.items()}
 
 
 def size_of(content: RecordDict) -> int:
@@ -119,9 +142,13 @@ def request(
 def read_call(content: RecordDict) -> Call:
     """The call of a request, without its arrays."""
     try:
-        return Call(**json.loads(str(content[CALL]["json"])))
+        call = Call(**json.loads(str(content[CALL]["json"])))
+        is_valid = type(call.round) is int and _LIFE.fullmatch(call.life) is not None  # both are in names of files
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise Refused(f"received an invalid request ({type(error).__name__})") from error
+    if not is_valid:
+        raise Refused("received an invalid request")
+    return call
 
 
 def read_request(content: RecordDict) -> tuple[Call, list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
@@ -163,37 +190,61 @@ def parted(content: RecordDict) -> tuple[RecordDict, RecordDict | None]:
 # ---- answers ----
 
 
-def answer(tensors: Mapping[str, Tensor], gradients: int) -> RecordDict:
-    """A client's answer: tensors [1, ...] and the number of per-sample gradients computed."""
+def answer(call: Call, tensors: Mapping[str, Tensor], gradients: int) -> RecordDict:
+    """A client's answer to a call: tensors [1, ...] and the number of per-sample gradients computed."""
     content = RecordDict()
     content[ANSWER] = record_of(tensors)
-    content[INFO] = ConfigRecord({"gradients": gradients})
+    content[INFO] = ConfigRecord({"gradients": gradients, "round": call.round, "nonce": call.nonce})
     return content
 
 
-def failure(reason: str) -> RecordDict:
+def failure(call: Call, reason: str) -> RecordDict:
     """The answer of a client whose step failed."""
     content = RecordDict()
-    content[INFO] = ConfigRecord({"error": reason[:2000]})
+    content[INFO] = ConfigRecord({"error": reason[:MOST_TEXT], "round": call.round, "nonce": call.nonce})
     return content
 
 
-def read_answer(content: Any, most: int) -> tuple[dict[str, Tensor], int]:
-    """The tensors of an answer and its number of gradients; arrays may have at most `most` bytes.
+def read_answer(
+    content: RecordDict | None, call: Call, forms: Forms, sizes: Mapping[SplitName, int]
+) -> tuple[dict[str, Tensor], int]:
+    """The tensors of an answer to this call, and its number of gradients.
 
-    Raises Refused if the answer is invalid, or with the client's reason if its step failed.
+    `forms` is the form that the step declares, `sizes` the samples that the client has declared. Raises Refused if the
+    answer is of another form, or with the client's reason if its step failed. Other records are ignored.
     """
-    if not isinstance(content, RecordDict) or INFO not in content:
-        raise Refused("sent an invalid answer")
-    info = content[INFO]
-    error = info.get("error") if isinstance(info, ConfigRecord) else None
-    if error is not None:
-        raise Refused(str(error))
-    gradients = info.get("gradients", 0) if isinstance(info, ConfigRecord) else 0
+    info = None if content is None else content.get(INFO)
+    if content is None or not isinstance(info, ConfigRecord):
+        raise Refused("sent no answer")
+    if (info.get("round"), info.get("nonce")) != (call.round, call.nonce):
+        raise Refused("answered another call than this one")
+    if info.get("error") is not None:
+        raise Refused(safe_text(info["error"], MOST_TEXT))
+    gradients = info.get("gradients", 0)
     if not isinstance(gradients, int) or gradients < 0:
-        raise Refused("sent an invalid answer")
-    tensors = tensors_of(content.get(ANSWER), most)
-    for name, tensor in tensors.items():
-        if tensor.shape[:1] != (1,):
-            raise Refused(f"sent '{name}' of shape {tuple(tensor.shape)} instead of one row")
+        raise Refused("sent an invalid number of gradients")
+    arrays = content.get(ANSWER)
+    if not isinstance(arrays, ArrayRecord):
+        raise Refused("sent no arrays")
+    for name in arrays:
+        if name not in forms:
+            raise Refused(f"sent '{safe_text(name, 40)}', which was not asked for")
+    tensors = {}
+    for name, form in forms.items():
+        if name in arrays:
+            tensors[name] = _row_of(name, arrays[name], form, sizes)
+        elif not form.optional:
+            raise Refused(f"sent no '{name}'")
     return tensors, gradients
+
+
+def _row_of(name: str, array: Any, form: Form, sizes: Mapping[SplitName, int]) -> Tensor:
+    """The tensor [1, ...] of an answer."""
+    try:
+        tensor = tensor_of(array, form)
+    except Refused as error:
+        raise Refused(f"{error} as '{name}'") from error
+    problem = form.problem(tensor[0], sizes)
+    if problem is not None:
+        raise Refused(f"sent '{name}' {problem}")
+    return tensor

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Models
 from coterie.client.steps import Answer, ClientStep, client_step, sign
 from coterie.client.work import SGD
@@ -35,7 +36,7 @@ _SLACK = 0.1  # ... plus this share of the client's first loss
 # ---- the client's half ----
 
 
-@client_step("coterie.centers:train_member")
+@client_step("coterie.centers:train_member", lambda asked: forms.trained(asked) | forms.watched(asked))
 def train_member(block: Block, models: Models, work: SGD, watch: Tensor | None = None) -> Answer:
     """Train the model of the client's cluster; with `watch`, say whether the loss had risen before."""
     return Answer(**watched(block, models, watch), params=block.train(models, work), samples=block.samples)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from coterie.client.block import Block, Models
+from coterie.client.forms import Asked, Form, Forms
 from coterie.client.steps import Answer, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD
@@ -19,9 +20,17 @@ from coterie.randomness import Rng
 
 _WIDEST, _NARROWEST = 1024, 32  # numbers per class and half in a signature
 _HALF, _TINY = 6e4, 1e-30  # about the largest number of half precision
+_ROUNDED = torch.tensor(_HALF).half().item()  # as it is sent
 
 
-@client_step("coterie.coterie:sign_at")
+def signed_in_halves(asked: Asked) -> Forms:
+    """A signature, the difference of its halves, and sample counts."""
+    classes, width = halves_shape(asked.task, bool(asked.given["sign"] > 0))
+    half = Form((classes, width), torch.float16, -_ROUNDED, _ROUNDED)
+    return {"signature": half, "contrast": half, "counts": asked.label_counts(classes)}
+
+
+@client_step("coterie.coterie:sign_at", signed_in_halves)
 def sign_at(block: Block, models: None, work: SGD, coarse: Tensor, scales: Tensor, sign: Tensor) -> Answer:
     """Sign at a coarse model."""
     row = restored(coarse, scales, block.task.layout).unsqueeze(0)

@@ -19,7 +19,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Mixture, Models, mixed_outputs
+from coterie.client.forms import Asked, Forms
 from coterie.client.serving import serving
 from coterie.client.steps import OWN_MODEL
 from coterie.client.work import SGD
@@ -188,7 +190,14 @@ def finish_own(block: Block, center: Models, work: SGD, shares: Tensor, curve: T
     block.memory.put(_MIX, torch.where(better, other, mix))
 
 
-@serving("coterie.coterie:served")
+def served_parts(asked: Asked) -> Forms:
+    """The center and the own model; with classes, what is added to their outputs."""
+    classes = len(asked.given["shares"])
+    bias = {"bias": asked.numbers(2, classes, low=-forms.LARGE, high=forms.LARGE)} if classes else {}
+    return forms.mixture(asked, 2) | bias
+
+
+@serving("coterie.coterie:served", served_parts)
 def served(block: Block, models: Models, work: SGD, shares: Tensor, curve: Tensor) -> Mixture:
     """The client's mix; a newcomer has no model of its own, and takes the best of its cluster's mixes without it."""
     chosen = block.memory.get(_MIX, curve[:, : len(SHIFTS)].argmin(1))

@@ -7,7 +7,9 @@ cookie that scripts cannot read and other sites cannot send.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import re
 from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlencode
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 COOKIE = "coterie_token"
+_HOST = re.compile(r"(\[(?P<six>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/\\\s]*))(:[0-9]*)?")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "content-security-policy": (
@@ -59,7 +62,10 @@ class Guard:
     def _refused(self, scope: Scope) -> Response | None:
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("This server is read-only.\n", 405, {"allow": "GET, HEAD"})
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers: dict[str, str] = {}
+        for name, value in scope["headers"]:
+            known = headers.get(name.decode("latin-1"))  # cookies may come in several headers
+            headers[name.decode("latin-1")] = "; ".join([*([] if known is None else [known]), value.decode("latin-1")])
         if self._token is None:
             if _host(headers.get("host", "")) not in LOOPBACK:
                 return PlainTextResponse("Use the address of this machine: 127.0.0.1 or localhost.\n", 421)
@@ -77,7 +83,7 @@ class Guard:
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and self._is_token(bearer.strip()):
             return None
-        if self._is_token(_cookie(headers.get("cookie", ""))):
+        if any(self._is_token(value) for value in _cookies(headers.get("cookie", ""))):
             return None
         return PlainTextResponse("Open the URL with the token that 'coterie ui' has printed.\n", 401)
 
@@ -89,18 +95,20 @@ class Guard:
 def _host(header: str) -> str:
     """The host name in a Host header, without the port.
 
-    >>> _host("localhost:8642"), _host("[::1]:80"), _host("evil.example"), _host("127.0.0.1")
-    ('localhost', '::1', 'evil.example', '127.0.0.1')
+    It is empty if the header is not a name with or without a port.
+
+    >>> _host("localhost:8642"), _host("[::1]:80"), _host("evil.example"), _host("127.0.0.1"), _host("[::1]evil")
+    ('localhost', '::1', 'evil.example', '127.0.0.1', '')
     """
-    header = header.strip().lower()
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0]
+    found = _HOST.fullmatch(header.strip().lower())
+    return "" if found is None else found["six"] or found["name"]
 
 
-def _cookie(header: str) -> str:
-    try:
-        found = SimpleCookie(header).get(COOKIE)
-    except CookieError:
-        return ""
-    return "" if found is None else found.value
+def _cookies(header: str) -> list[str]:
+    """The values of our cookie in a Cookie header. Other cookies of this machine may have any form, even our name."""
+    found = []
+    for pair in header.split(";"):
+        with contextlib.suppress(CookieError):
+            if pair.partition("=")[0].strip() == COOKIE:
+                found += [cookie.value for cookie in SimpleCookie(pair.strip()).values()]
+    return found

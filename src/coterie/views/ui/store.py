@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -47,7 +48,8 @@ class Store:
     def path_of(self, name: str) -> Path:
         """The folder of a run; Refused if it is not one of this folder."""
         parts = PurePosixPath(name).parts
-        if not parts or "\0" in name or name.startswith("/") or "\\" in name or ".." in parts or len(name) > 1000:
+        is_path = os.sep != "/" and os.sep in name  # elsewhere a backslash is a letter
+        if not parts or "\0" in name or name.startswith("/") or is_path or ".." in parts or len(name) > 1000:
             raise Refused("There is no such run.")
         root = self.root.resolve()
         if len(parts) == 1 and is_run(root) and parts[0] == root.name:
