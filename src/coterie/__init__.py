@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from coterie.engines.base import Chunk as Chunk
     from coterie.engines.base import Engine as Engine
     from coterie.errors import CoterieError as CoterieError
+    from coterie.errors import StopRun as StopRun
     from coterie.methods.base import Algorithm as Algorithm
     from coterie.methods.base import ClusterState as ClusterState
     from coterie.methods.base import Personal as Personal
@@ -66,7 +67,7 @@ _HOMES = {
     "data.dataset": ("Dataset",),
     "data.federation": ("Federation",),
     "engines.base": ("Chunk", "Engine"),
-    "errors": ("CoterieError",),
+    "errors": ("CoterieError", "StopRun"),
     "methods.base": ("Algorithm", "ClusterState", "Personal", "register"),
     "methods.coterie": ("Coterie",),
     "methods.fedavg": ("FedAvg",),

@@ -11,7 +11,8 @@
     │   ├── CheckpointError      a checkpoint is cut short or altered
     │   └── RunsFailed           some of many runs failed (carries how many); the others are finished
     ├── StorageError             the disk refused; what was saved before is intact
-    └── Interrupted              Ctrl-C: the last checkpoint is kept
+    ├── Interrupted              Ctrl-C: the last checkpoint is kept
+    └── StopRun                  raised by an observer: the run ends here, as if it were its last round
 
 A message says what happened, the value, and the way out.
 """
@@ -94,6 +95,10 @@ class Interrupted(CoterieError):
     """The user stopped the run; it can be resumed."""
 
     exit_code = 130
+
+
+class StopRun(CoterieError):
+    """Raised by an observer to end a run after this round; its text is the reason."""
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:

@@ -7,12 +7,13 @@ own writes one function and decorates it with `@serving`: evaluation, export and
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from coterie.client.block import Block, Mixture, Models
-from coterie.client.steps import OWN_MODEL, Answer, ClientStep, client_step
+from coterie.client.steps import OWN_MODEL, Answer, ClientStep, client_step, scores
 from coterie.client.work import SGD
 
 ServeFunction = Callable[..., Mixture]
@@ -23,7 +24,8 @@ class Serving:
 
     def __init__(self, name: str, function: ServeFunction) -> None:
         def evaluate(block: Block, models: Models | None, work: SGD, **more: Tensor) -> Answer:
-            return Answer(**block.evaluate_mixture(function(block, models, work, **more)))
+            served = function(block, models, work, **more)
+            return Answer(**scores(block, partial(block.evaluate_mixture, served)))
 
         def parts(block: Block, models: Models | None, work: SGD, **more: Tensor) -> Answer:
             found = function(block, models, work, **more)

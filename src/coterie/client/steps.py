@@ -6,6 +6,7 @@ A client step is a function `step(block, models, work, **payload) -> Answer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import overload
 
 import torch
@@ -15,6 +16,7 @@ from coterie.client.block import Block, Models
 from coterie.client.optimizers import optimizers
 from coterie.client.task import Task
 from coterie.client.work import SGD
+from coterie.data.federation import SplitName
 from coterie.errors import ConfigError
 from coterie.nets.sketch import sketch_of
 from coterie.randomness import Rng
@@ -98,6 +100,9 @@ def step_modules() -> list[str]:
 OWN_MODEL = "model"
 """The name under which a client remembers a model of its own."""
 
+VALID = "valid_"
+"""How the names of scores on validation samples begin."""
+
 _SIGNATURE = 4096  # numbers in a signature, about
 _CLEARLY = 0.7  # a loss or distance is clearly lower if it is less than this share of another
 
@@ -160,23 +165,38 @@ def signature_shape(task: Task) -> tuple[int, int]:
     return classes, min(task.layout.num_parameters, max(32, min(512, _SIGNATURE // classes)))
 
 
+def scores(block: Block, score: Callable[[SplitName], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The scores [c] on test samples, and number, loss and accuracy on validation samples (`valid_...`).
+
+    The validation scores only monitor a run; a client without such samples has 0 of them.
+    """
+    tested = score("test")
+    names = [name for name in ("samples", "loss", "accuracy") if name in tested]
+    if block.has("valid"):
+        valid = score("valid")
+    else:
+        valid = {name: torch.zeros_like(tested[name]) for name in names}
+    return tested | {f"{VALID}{name}": valid[name] for name in names}
+
+
 @client_step("coterie.block:evaluate")
 def evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
-    """Score the model that was sent, or else the client's own model, on the client's test samples."""
-    return Answer(**block.evaluate(_sent_or_own(block, models)))
+    """Score the model that was sent, or else the client's own model, on the client's test and validation samples."""
+    return Answer(**scores(block, partial(block.evaluate, _sent_or_own(block, models))))
 
 
 @client_step("coterie.block:evaluate_privately")
 def evaluate_privately(block: Block, models: Models | None, work: SGD) -> Answer:
-    """As `evaluate`, but only accuracy and F1 leave the client: no loss, no number of samples."""
-    scores = block.evaluate(_sent_or_own(block, models))
-    return Answer(**{name: values for name, values in scores.items() if name in ("accuracy", "f1")})
+    """As `evaluate`, but only accuracies and F1 leave the client: no loss, no number of samples."""
+    found = scores(block, partial(block.evaluate, _sent_or_own(block, models)))
+    told = {name: found[name] for name in ("accuracy", "f1", "valid_accuracy") if name in found}
+    return Answer(**told, valid_samples=found["valid_samples"].clamp(max=1))  # 1: there are some
 
 
 @client_step("coterie.block:adapt_and_evaluate")
 def adapt_and_evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
     """As `evaluate`, after adapting the model on the client's training samples."""
-    return Answer(**block.evaluate(adapt(block, models, work).params))
+    return Answer(**scores(block, partial(block.evaluate, adapt(block, models, work).params)))
 
 
 @client_step("coterie.block:adapt")

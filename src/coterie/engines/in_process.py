@@ -188,7 +188,7 @@ class InProcessEngine(Engine):
 
     def load_memory(self, tensors: Mapping[str, Tensor]) -> None:
         """See `Engine.load_memory`."""
-        self._memory |= {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        self._memory = {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:
         """One chunk at a time, clients of similar size together so that little is padded."""
