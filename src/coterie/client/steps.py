@@ -17,7 +17,7 @@ from coterie.client.optimizers import optimizers
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.federation import SplitName
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, MethodError, defined_at
 from coterie.nets.sketch import sketch_of
 from coterie.randomness import Rng
 
@@ -76,6 +76,32 @@ def client_step(name: str | ClientStep) -> ClientStep | Callable[[ClientStep], C
 def step_name(function: ClientStep) -> str:
     """The name of a step in messages."""
     return getattr(function, "wire_name", None) or f"{function.__module__}:{function.__qualname__}"
+
+
+def require_step(function: ClientStep) -> None:
+    """Raise MethodError if a function is not a client step."""
+    if not hasattr(function, "wire_name"):
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise MethodError(
+            f"{name} ({defined_at(function)}) is not a client step; decorate the function with @coterie.client_step."
+        )
+
+
+def answer_of(step: ClientStep, block: Block, models: Models | None, work: SGD, **more: Tensor) -> Answer:
+    """What the clients of a block answer; MethodError if that is no answer with one row per client."""
+    found: object = step(block, models, work, **more)
+    where = f"{step.__qualname__} ({defined_at(step)})"
+    if not isinstance(found, Answer):
+        raise MethodError(f"{where} must return a coterie.Answer. Got {type(found).__name__} instead.")
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor):
+            raise MethodError(f"{where} must answer with tensors. Got {type(tensor).__name__} for '{name}' instead.")
+        if tensor.shape[:1] != (len(block),):
+            raise MethodError(
+                f"{where} answered '{name}' of shape {tuple(tensor.shape)} for {len(block)} clients; the first axis "
+                "must be the clients."
+            )
+    return found
 
 
 def find_step(name: str) -> ClientStep:

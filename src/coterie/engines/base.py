@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from coterie.client.block import Models
-from coterie.client.steps import VALID, Answer, ClientStep, step_name
+from coterie.client.steps import VALID, Answer, ClientStep, require_step, step_name
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.federation import Federation
@@ -165,7 +165,7 @@ class Engine(abc.ABC):
                 yield chunk
         if len(cohort) and not answered and not any("no client could do" in old for old in self.notes):
             reason = failed[0].reason if failed else "no answer"
-            hint = "" if reason == LATE else "; is lr too large?"
+            hint = "; is lr too large?" if reason in (NOT_FINITE, TOO_LARGE) else ""
             self.notes.append(f"round {self.round}: no client could do {plain_name(request.name)} ({reason}){hint}")
 
     def request(
@@ -180,6 +180,7 @@ class Engine(abc.ABC):
         work: SGD | None = None,
     ) -> Request:
         """The request of a call with these arguments."""
+        require_step(step)
         if (models is None) != (refs is None):
             raise ConfigError("models and refs must be given together: a table [M, P] and the rows for each client.")
         return Request(step, cohort, rng, work or self.task.work, models, refs, dict(payload or {}), dict(each or {}))

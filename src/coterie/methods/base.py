@@ -51,7 +51,7 @@ from coterie.engines.base import Engine
 from coterie.errors import ConfigError, UnknownName
 from coterie.randomness import Rng
 from coterie.settings import setting
-from coterie.trust import import_object
+from coterie.trust import METHODS, import_object, load_plugin, plugins
 
 
 class Repair(TypedDict):
@@ -240,20 +240,29 @@ def load_method_of(step: str) -> None:
 
 
 def find_algorithm(name: str) -> type[Algorithm[Any]]:
-    """The method with this name: a registered key, or `module:Class`."""
+    """The method with this name: a registered key, the name of a plugin, or `module:Class`."""
     if ":" in name:
-        found = import_object(name, "algorithm")
-        if not (isinstance(found, type) and issubclass(found, Algorithm)):
-            raise ConfigError(f"algorithm {name} is not a subclass of coterie.Algorithm.")
-        return found
+        return _method_class(import_object(name, "algorithm"), name)
     if name not in _ALGORITHMS and name.isidentifier() and find_spec(f"coterie.methods.{name}") is not None:
         importlib.import_module(f"coterie.methods.{name}")  # most methods are in a file of their name
     if name in _ALGORITHMS:
         return _ALGORITHMS[name]
     known = algorithms()
-    if name not in known:
-        raise UnknownName("algorithm", name, known)
-    return known[name]
+    if name in known:
+        return known[name]
+    found = load_plugin(METHODS, name, "algorithm")
+    if found is None:
+        raise UnknownName("algorithm", name, {*known, *plugins(METHODS)})
+    return _method_class(found, name)
+
+
+def _method_class(found: Any, name: str) -> type[Algorithm[Any]]:
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise ConfigError(f"algorithm {name} is not a subclass of coterie.Algorithm.")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(f"algorithm {name} has no {missing[0]}; write that function.")
+    return found
 
 
 def num_clusters_setting(default: int = 4) -> Any:

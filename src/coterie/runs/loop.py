@@ -22,8 +22,17 @@ from coterie.client.steps import adapt_and_evaluate, evaluate, evaluate_privatel
 from coterie.data.federation import Federation
 from coterie.engines.attacks import Attack
 from coterie.engines.base import Engine, Failure, Request
-from coterie.errors import ConfigError, Interrupted, RunError, StopRun
-from coterie.methods.base import Algorithm, Personal
+from coterie.errors import (
+    ConfigError,
+    CoterieError,
+    Interrupted,
+    MethodError,
+    RunError,
+    StopRun,
+    defined_at,
+    raised_at,
+)
+from coterie.methods.base import Algorithm, ClusterState, Personal
 from coterie.randomness import Rng
 from coterie.runs.checks import check_checkpoint, plain_settings, unfit
 from coterie.runs.divergence import divergence, loss_of_guessing
@@ -153,6 +162,7 @@ class Trainer:
                 self._save()
                 raise Interrupted(f"Stopped after round {self.progress.round} of {self.schedule.rounds}.")
         self._report(self._complete())
+        self._check_labels()
         if self._stop is not None:
             self._note(f"stopped after round {self.progress.round}: {self._stop}")
         self._serve_best()
@@ -189,7 +199,9 @@ class Trainer:
     def _start(self) -> None:
         with self.timed("start"):
             self.engine.begin(0, "start")
-            self.state = self.algorithm.start(self.engine.task, self.engine, self._rng.at("init"))
+            with self._blaming("start"):
+                self.state = self.algorithm.start(self.engine.task, self.engine, self._rng.at("init"))
+            self._check_result("start")
             self.progress.labels.append(self.state.labels.numpy().copy())
 
     def _round(self, number: int) -> None:
@@ -205,7 +217,9 @@ class Trainer:
         # About twenty rounds and the last one are enough for a map of the models.
         is_mapped = number % max(1, self.schedule.rounds // _MAPPED) == 0 or number == self.schedule.rounds
         engine = listening(self.engine, self.sketches) if is_mapped else self.engine
-        self.state = self.algorithm.round(self.state, engine, cohort, rng.at("work"))
+        with self._blaming("round"):
+            self.state = self.algorithm.round(self.state, engine, cohort, rng.at("work"))
+        self._check_result("round")
         trained = time.perf_counter()
         in_clients = self.engine.client_seconds - worked
 
@@ -343,7 +357,8 @@ class Trainer:
     def _evaluation(self, number: int) -> Request:
         """The evaluation of every client's personal model on its test samples, after a round."""
         everyone = torch.arange(len(self.state.labels))
-        personal = self.algorithm.personal(self.state, everyone)
+        with self._blaming("personal"):
+            personal = self.algorithm.personal(self.state, everyone)
         return evaluation_of(self.engine, personal, everyone, self.rng_of_evaluation(number))
 
     def _evaluate(self, number: int, request: Request) -> dict[str, NDArray[Any]]:
@@ -372,6 +387,47 @@ class Trainer:
         """The true groups in the current round; None if those of clients that joined are unknown."""
         groups = self.federation.at(self.engine.round).groups
         return None if groups is None or len(groups) != self.engine.num_clients else groups.numpy()
+
+    # ---- what a method may do wrong ----
+
+    @contextlib.contextmanager
+    def _blaming(self, function: str) -> Iterator[None]:
+        """An error that is raised in the user's code is a sentence with its file and line."""
+        try:
+            yield
+        except (CoterieError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # the user's code may raise anything
+            if (place := raised_at(error)) is None:
+                raise  # a mistake of ours
+            name = type(self.algorithm).__name__
+            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise MethodError(f"{name}.{function} failed ({place}): {said}") from error
+
+    def _check_result(self, function: str) -> None:
+        """Raise MethodError if `start` or `round` returned something that is no state of this run."""
+        method, state = type(self.algorithm), self.state
+        expected = method.state_type
+        if type(state) is not expected:
+            known = isinstance(state, ClusterState)
+            why = f"must return a {expected.__name__}. Got {type(state).__name__} instead"
+            why += "; set state_type to it, or a resumed run would lose its fields" if known else ""
+        else:
+            try:
+                self._check_state(state)
+                return
+            except (ValueError, TypeError, AttributeError) as error:
+                why = f"returned a wrong state: {error}"
+        where = defined_at(getattr(method, function))
+        raise MethodError(f"{method.__name__}.{function} ({where}) {why}.")
+
+    def _check_labels(self) -> None:
+        """Add a note if the method never said which cluster a client is in."""
+        if self.progress.round and all(bool((labels < 0).all()) for labels in self.progress.labels):
+            self._note(
+                f"{type(self.algorithm).__name__} never sets labels, so every client counts as not seen and is served "
+                "with the common model; set the labels of those who answered in round, such as labels[chunk.clients] = 0"
+            )
 
     # ---- the summary ----
 
@@ -449,7 +505,11 @@ class Trainer:
         }
         # The arrays come first: a run that is killed in between resumes from the checkpoint before, and writes both.
         self._show()
-        self.folder.save_checkpoint(Checkpoint(self.progress.round, tensors, plain))
+        try:
+            self.folder.save_checkpoint(Checkpoint(self.progress.round, tensors, plain))
+        except TypeError as error:
+            name = type(self.state).__name__
+            raise MethodError(f"{name} cannot be saved: {error}. Its fields must be tensors or JSON.") from error
 
     def _show(self) -> None:
         """Write the arrays that reports read, during the run and after it."""

@@ -191,7 +191,7 @@ def summarized(rows: Sequence[Mapping[str, Any]], known: Mapping[str, Any], roun
 
     With `round`, the scores are those of that round instead.
     """
-    evaluated = (row for row in reversed(rows) if "accuracy" in row and round in (None, row["round"]))
+    evaluated = (row for row in reversed(rows) if "accuracy" in row and round in (None, row.get("round")))
     last: Mapping[str, Any] = next(evaluated, {})
     known = {**known, "rows": rows}
     return _record(
