@@ -423,10 +423,11 @@ class Trainer:
 
     def _check_labels(self) -> None:
         """Add a note if the method never said which cluster a client is in."""
-        if self.progress.round and all(bool((labels < 0).all()) for labels in self.progress.labels):
+        answered = len(self.engine.failures) < sum(row["cohort"] for row in self.progress.rows)
+        if answered and all(bool((labels < 0).all()) for labels in self.progress.labels):
             self._note(
-                f"{type(self.algorithm).__name__} never sets labels, so every client counts as not seen and is served "
-                "with the common model; set the labels of those who answered in round, such as labels[chunk.clients] = 0"
+                f"{type(self.algorithm).__name__} never sets labels, so every client counts as not seen; set them in "
+                "round for the clients that answered, such as labels[chunk.clients] = 0"
             )
 
     # ---- the summary ----
