@@ -156,6 +156,9 @@ class Personal:
     private: bool = False  # only scores may leave the client: no losses, no counts
 
 
+PartOf = Callable[[Task], Tensor]
+"""Some entries of a model, bool [P]."""
+
 S = TypeVar("S", bound=ClusterState)
 
 
@@ -169,6 +172,7 @@ class Algorithm(abc.ABC, Generic[S]):
     finds_clusters: ClassVar[bool] = False  # whether the number of clusters is a result
     needs_validation: ClassVar[bool] = False  # whether clients compare models on validation samples
     needs_classes: ClassVar[bool] = False  # whether it works by classes, and so not for regression
+    keeps: ClassVar[PartOf | None] = None  # the entries of a model that stay with the clients; None: all travel
 
     @abc.abstractmethod
     def start(self, task: Task, engine: Engine, rng: Rng) -> S:
@@ -193,6 +197,20 @@ class Algorithm(abc.ABC, Generic[S]):
     def exhibits(self, state: S, engine: Engine, rng: Rng) -> dict[str, NDArray[Any]]:
         """Arrays of this method for the report, computed once at the end of a run."""
         return {}
+
+    def travels(self, task: Task) -> Tensor:
+        """The entries of a model that are sent, averaged and saved, bool [P]; states hold these only.
+
+        Frozen parameters (requires_grad=False) are never part of a model: see `coterie.nets.flat`.
+        """
+        mine = type(self).keeps
+        return torch.ones(task.layout.size, dtype=torch.bool) if mine is None else ~mine(task)
+
+    def whole(self, task: Task, models: Tensor) -> Tensor:
+        """Models [K, what travels] as models [K, P]; what stays with the clients is as in the initial weights."""
+        found = task.initial.to(models).repeat(len(models), 1)
+        found[:, self.travels(task).to(models.device)] = models
+        return found
 
     def should_stop(self, state: S) -> bool:
         """Whether further rounds would change nothing."""

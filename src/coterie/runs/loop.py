@@ -623,14 +623,18 @@ class Trainer:
         check_checkpoint(tensors, plain, checkpoint.round, clients, self.folder.path)
 
     def _restored(self, tensors: dict[str, Tensor], plain: dict[str, Any]) -> Any:
-        """A state of a checkpoint, checked."""
+        """A state of a checkpoint, checked; older ones hold also what does not travel."""
+        travels = self.algorithm.travels(self.engine.task)
+        for name in ("common", "centers"):
+            if not bool(travels.all()) and name in tensors and tensors[name].shape[-1:] == travels.shape:
+                tensors[name] = tensors[name][..., travels]
         state = self.algorithm.state_type.restore(tensors, plain, self.engine.device)
         self._check_state(state)
         return state
 
     def _check_state(self, state: Any) -> None:
         """Raise ValueError if the tensors of a state do not have the clients and parameters of this run."""
-        numbers, size = len(state.labels), self.engine.task.layout.size
+        numbers, size = len(state.labels), int(self.algorithm.travels(self.engine.task).sum())
         forms = {"common": ((size,), self.engine.dtype), "centers": ((len(state.centers), size), self.engine.dtype)}
         for name, (shape, dtype) in (forms | {"labels": ((numbers,), torch.int64)}).items():
             found = getattr(state, name)

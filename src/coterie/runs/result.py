@@ -61,9 +61,8 @@ class Result:
 
     @property
     def centers(self) -> Tensor:
-        """The models of the clusters, [K, P]."""
-        centers: Tensor = self._trainer.state.centers
-        return centers
+        """The models of the clusters, [K, P]; parts that stay with the clients are as in the initial weights."""
+        return self._trainer.algorithm.whole(self._trainer.engine.task, self._trainer.state.centers)
 
     def personal_model(self, client: str | int) -> nn.Module:
         """The network with the weights of this client, adapted if the method adapts; a `MixtureModel` if it mixes."""
