@@ -1,8 +1,8 @@
 """Adapters: fine-tune a small Transformer for kinds of text, and send only its LoRA matrices.
 
 The forums of `text.py` again: in some of them "sick" is praise. A Transformer that has read ordinary reviews is the
-same everywhere and stays frozen. Clients train low-rank adapters of its attention, and its last layer. Frozen parameters
-are not part of a model, so messages, ledger and checkpoints have the adapters only. `coterie` finds the kinds of forum.
+same everywhere and stays frozen. Clients train low-rank adapters of its attention, and its last layer. What is frozen
+is not part of a model, so messages, ledger and checkpoints have the adapters only. `coterie` finds the kinds of forum.
 
     pip install 'coterie[text]'        # transformers and peft; the weights are made here, nothing is downloaded
     python examples/adapters.py
