@@ -42,6 +42,7 @@ def test_public_names_are_what_can_be_imported():
         _ = coterie.nothing
 
 
+@pytest.mark.slow
 def test_adapters_cost_a_fraction_of_the_bytes_and_find_the_kinds(capsys, monkeypatch):
     for package in ("transformers", "peft"):
         pytest.importorskip(package, reason="needs pip install 'coterie[text]'")
