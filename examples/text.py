@@ -34,13 +34,13 @@ class Reader(nn.Module):
         return self.head(states.mean(1))
 
 
-def post(is_praise: bool, is_slang: bool, generator: torch.Generator) -> list[int]:
-    """The tokens of one post: two words of opinion among other words."""
+def post(is_praise: bool, is_slang: bool | None, generator: torch.Generator) -> list[int]:
+    """The tokens of one post: two words of opinion among other words; None: without words of slang."""
 
     def pick(words: list[str], count: int) -> list[str]:
         return [words[i] for i in torch.randint(len(words), (count,), generator=generator).tolist()]
 
-    opinion = (PRAISE if is_praise else BLAME) + (SLANG if is_praise == is_slang else [])
+    opinion = (PRAISE if is_praise else BLAME) + (SLANG if is_slang is not None and is_praise == is_slang else [])
     words = [*pick(opinion, 2), *pick(OTHER, int(torch.randint(3, LENGTH - 1, (1,), generator=generator)))]
     order = torch.randperm(len(words), generator=generator).tolist()
     return [VOCABULARY.index(words[i]) for i in order] + [0] * (LENGTH - len(words))

@@ -12,10 +12,12 @@ from coterie.errors import (
     DataError,
     EngineError,
     Interrupted,
+    MethodError,
     MissingExtra,
     ModelError,
     RunError,
     RunsFailed,
+    StopRun,
     StorageError,
     UnknownName,
     nearest_name,
@@ -30,6 +32,8 @@ from coterie.errors import (
         (DataError, (CoterieError, ValueError)),
         (ModelError, (CoterieError, ValueError)),
         (EngineError, (CoterieError, RuntimeError)),
+        (MethodError, (CoterieError, RuntimeError)),
+        (StopRun, (CoterieError,)),
         (MissingExtra, (CoterieError, ImportError)),
         (RunError, (CoterieError,)),
         (CheckpointError, (RunError,)),
@@ -45,7 +49,7 @@ def test_an_error_can_be_caught_as_ours_and_as_pythons(child, parents):
 
 def test_the_drawing_names_every_error():
     own = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, CoterieError)]
-    assert len(own) == 12
+    assert len(own) == 14
     for error in own:
         assert error.__name__ in errors.__doc__, error
 

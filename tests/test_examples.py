@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from inspect import ismodule
 from pathlib import Path
@@ -14,7 +15,7 @@ from coterie.runs.metrics import METRICS
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name != "adapters.py"], ids=lambda path: path.name)
 def test_example_runs(path, capsys):
     with patch.dict(METRICS):  # an example registers one of its own
         runpy.run_path(str(path), run_name="__main__")
@@ -39,3 +40,24 @@ def test_public_names_are_what_can_be_imported():
     assert public - {"TYPE_CHECKING", "Any", "VERSION", "annotations", "import_module"} == set(coterie.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = coterie.nothing
+
+
+@pytest.mark.slow
+def test_adapters_cost_a_fraction_of_the_bytes_and_find_the_kinds(capsys, monkeypatch):
+    for package in ("transformers", "peft"):
+        pytest.importorskip(package, reason="needs pip install 'coterie[text]'")
+    path = next(p for p in EXAMPLES if p.name == "adapters.py")
+    monkeypatch.syspath_prepend(str(path.parent))  # as Python does for a script
+    adapted = runpy.run_path(str(path))["adapted"]((8,), 2)
+    trained = {name for name, value in adapted.named_parameters() if value.requires_grad}
+    assert all("lora_" in name or "head" in name for name in trained)
+    runpy.run_path(str(path), run_name="__main__")
+    full, small = (
+        {line.split(",")[1].partition(":")[0].strip(): line for line in lines}
+        for lines in (lambda out: (out[:2], out[2:]))(capsys.readouterr().out.splitlines())
+    )
+    megabytes = [float(re.search(r"([\d.]+) MB up", line["coterie"])[1]) for line in (full, small)]
+    assert megabytes[1] < megabytes[0] / 10
+    assert "K = 2, ARI 1.00" in small["coterie"]
+    accuracy = {method: float(re.search(r"accuracy ([\d.]+)", line)[1]) for method, line in small.items()}
+    assert accuracy["coterie"] > accuracy["fedavg"]

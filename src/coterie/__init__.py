@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from coterie.api import Result as Result
     from coterie.api import run as run
     from coterie.client.block import Block as Block
+    from coterie.client.block import Mixture as Mixture
     from coterie.client.block import Models as Models
     from coterie.client.block import take as take
     from coterie.client.optimizers import Optimizer as Optimizer
     from coterie.client.optimizers import register_optimizer as register_optimizer
+    from coterie.client.serving import serving as serving
     from coterie.client.steps import Answer as Answer
     from coterie.client.steps import client_step as client_step
     from coterie.client.steps import train as train
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from coterie.engines.base import Chunk as Chunk
     from coterie.engines.base import Engine as Engine
     from coterie.errors import CoterieError as CoterieError
+    from coterie.errors import StopRun as StopRun
     from coterie.methods.base import Algorithm as Algorithm
     from coterie.methods.base import ClusterState as ClusterState
     from coterie.methods.base import Personal as Personal
@@ -59,14 +62,15 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": ("Result", "run"),
-    "client.block": ("Block", "Models", "take"),
+    "client.block": ("Block", "Mixture", "Models", "take"),
     "client.optimizers": ("Optimizer", "register_optimizer"),
+    "client.serving": ("serving",),
     "client.steps": ("Answer", "client_step", "train"),
     "client.work": ("SGD", "Proximal"),
     "data.dataset": ("Dataset",),
     "data.federation": ("Federation",),
     "engines.base": ("Chunk", "Engine"),
-    "errors": ("CoterieError",),
+    "errors": ("CoterieError", "StopRun"),
     "methods.base": ("Algorithm", "ClusterState", "Personal", "register"),
     "methods.coterie": ("Coterie",),
     "methods.fedavg": ("FedAvg",),

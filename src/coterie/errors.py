@@ -6,12 +6,14 @@
     ├── DataError                a file or a dataset is missing, damaged or impossible
     ├── ModelError               a network cannot take the data, or cannot be handled
     ├── EngineError              every client of a call failed
+    ├── MethodError              a user's method or client step is wrong (says in which file and line)
     ├── MissingExtra             an optional dependency is needed (carries the extra's name)
     ├── RunError                 a run folder exists, is in use, is newer than this version ...
     │   ├── CheckpointError      a checkpoint is cut short or altered
     │   └── RunsFailed           some of many runs failed (carries how many); the others are finished
     ├── StorageError             the disk refused; what was saved before is intact
-    └── Interrupted              Ctrl-C: the last checkpoint is kept
+    ├── Interrupted              Ctrl-C: the last checkpoint is kept
+    └── StopRun                  raised by an observer: the run ends here, as if it were its last round
 
 A message says what happened, the value, and the way out.
 """
@@ -19,7 +21,11 @@ A message says what happened, the value, and the way out.
 from __future__ import annotations
 
 import difflib
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from typing import Any
 
 
 class CoterieError(Exception):
@@ -60,6 +66,10 @@ class EngineError(CoterieError, RuntimeError):
     """No client could do what it was asked."""
 
 
+class MethodError(CoterieError, RuntimeError):
+    """A method or a client step that raised, or gave something that cannot be used."""
+
+
 class MissingExtra(CoterieError, ImportError):
     """An optional dependency is not installed."""
 
@@ -96,6 +106,10 @@ class Interrupted(CoterieError):
     exit_code = 130
 
 
+class StopRun(CoterieError):
+    """Raised by an observer to end a run after this round; its text is the reason."""
+
+
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """The known name most like `name`, if any is alike at all.
 
@@ -105,3 +119,42 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     by_folded = {candidate.lower().replace("_", "-"): candidate for candidate in known}
     found = difflib.get_close_matches(name.lower().replace("_", "-"), by_folded, n=1, cutoff=0.5)
     return by_folded[found[0]] if found else None
+
+
+# ---- whose code it was ----
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_LIBRARIES = ("torch", "numpy", "scipy", "sklearn")
+
+
+def raised_at(error: BaseException) -> str | None:
+    """The innermost line of the user's code on the way to an error: "own.py, line 12". None: there is none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_of_user(frame.filename):
+            return _place(frame.filename, frame.lineno or 0)
+    return None
+
+
+def defined_at(thing: Any) -> str:
+    """Where a function is defined: "own.py, line 12"."""
+    code = getattr(getattr(thing, "__wrapped__", thing), "__code__", None)
+    return "defined elsewhere" if code is None else _place(code.co_filename, code.co_firstlineno)
+
+
+def _is_of_user(file: str) -> bool:
+    """Whether a file is neither ours, nor Python's, nor of the libraries that we call."""
+    paths = sysconfig.get_paths()
+    packages = [paths["purelib"], paths["platlib"]]
+    inside = [os.path.join(folder, name) for folder in packages for name in _LIBRARIES]
+    if not os.path.isabs(file) or any(file.startswith(folder + os.sep) for folder in (_HERE, *inside)):
+        return False  # "<frozen importlib>", or code that was compiled
+    is_pythons = file.startswith((paths["stdlib"] + os.sep, paths["platstdlib"] + os.sep))
+    return not is_pythons or any(file.startswith(folder + os.sep) for folder in packages)
+
+
+def _place(file: str, line: int) -> str:
+    try:
+        near = os.path.relpath(file)
+    except (ValueError, OSError):  # another drive; the current folder is gone
+        near = file
+    return f"{file if near.startswith(os.pardir) else near}, line {line}"

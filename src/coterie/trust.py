@@ -1,7 +1,10 @@
-"""What may come from somebody else: code that settings name (`module:callable`), links in place of files, texts.
+"""What may come from others: code that settings name (`module:callable`, plugins), links in place of files, texts.
 
 A run folder may come from somebody else. What its settings would import, or which machine they would connect to, is
 refused until the user says `--trust`, and code that lies inside a run folder is never imported.
+
+A plugin is an entry point of an installed package. Its name is found without running anything; its module is imported
+when the user chooses the name.
 """
 
 from __future__ import annotations
@@ -17,11 +20,20 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from coterie.errors import ConfigError, RunError
+from coterie.errors import ConfigError, RunError, raised_at
 
 # Fields with which settings import code (if they contain a colon) or connect to a machine.
 _CODE = (("run", "algorithm"), ("run", "model"), ("run", "loss"), ("work", "optimizer"))
 _MACHINES = (("engine", "address"),)
+# Groups of entry points, and the fields with which settings name one.
+METHODS, DATASETS, MODELS = "coterie.methods", "coterie.datasets", "coterie.models"
+OPTIMIZERS, TRACKERS = "coterie.optimizers", "coterie.trackers"
+_NAMED = {
+    ("run", "algorithm"): METHODS,
+    ("run", "dataset"): DATASETS,
+    ("run", "model"): MODELS,
+    ("work", "optimizer"): OPTIMIZERS,
+}
 _ONLY_IN_RUNS = ("rounds.jsonl", "clients.npz")
 _SCHEMA = re.compile(rb"^\s*schema\s*=", re.MULTILINE)  # of a config.toml that a run wrote
 
@@ -42,7 +54,22 @@ def import_object(spec: str, what: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except Exception as error:  # the user's code may raise anything
-        raise ConfigError(f"{what} {spec} cannot be imported: {type(error).__name__}: {error}.") from error
+        line = raised_at(error)
+        where = "" if line is None else f" ({line})"
+        raise ConfigError(f"{what} {spec} cannot be imported: {type(error).__name__}: {error}{where}.") from error
+
+
+def plugins(group: str) -> dict[str, str]:
+    """The plugins of a group in installed packages: their names and `module:name`. Nothing is imported."""
+    from importlib.metadata import entry_points
+
+    return {point.name: point.value for point in entry_points(group=group)}
+
+
+def load_plugin(group: str, name: str, what: str) -> Any:
+    """Import the plugin of that name; None if no package has one."""
+    spec = plugins(group).get(name)
+    return None if spec is None else import_object(spec.partition(" ")[0], f"{what} {name}, a plugin:")
 
 
 def _places_of(module: str) -> Iterator[Path]:
@@ -78,6 +105,13 @@ def check_trust(
         if (table, key) not in given
         and isinstance(value := tables.get(table, {}).get(key), str)
         and (":" in value or (table, key) in _MACHINES)
+    ]
+    named += [
+        f"{table}.{key} = '{value}', a plugin"
+        for (table, key), group in _NAMED.items()
+        if (table, key) not in given
+        and isinstance(value := tables.get(table, {}).get(key), str)
+        and value in plugins(group)
     ]
     if named and not trust:
         raise RunError(

@@ -10,7 +10,7 @@ from coterie.client.steps import Answer, client_step, train
 from coterie.client.work import SGD
 from coterie.engines import make_engine
 from coterie.engines.base import available_memory, resolve_device
-from coterie.errors import ConfigError, EngineError, UnknownName
+from coterie.errors import ConfigError, EngineError, MethodError, UnknownName
 from coterie.methods.fedavg import FedAvg
 from coterie.randomness import Rng
 from tests.helpers import finished, ragged_federation, setup_of
@@ -82,11 +82,16 @@ class TestCall:
         engine = engine_of(name)
         chunks = list(engine.call(raise_at_four, engine.everyone(), rng=Rng.seed(0)))
         assert sorted(torch.cat([c.clients for c in chunks]).tolist()) == [0, 1, 2, 3, 5, 6, 7, 8]
-        assert [(f.client, f.reason) for f in engine.failures] == [(engine.names[4], "ZeroDivisionError: four")]
+        (failure,) = engine.failures
+        assert failure.client == engine.names[4]
+        assert failure.reason.startswith("ZeroDivisionError: four (")
+        assert failure.reason.endswith("test_in_process.py, line 41)")
 
     def test_wrong_shape_is_the_steps_fault(self, name):
         engine = engine_of(name)
-        with pytest.raises(EngineError, match="wrong_shape answered 'value' of shape"):
+        with pytest.raises(
+            MethodError, match=r"wrong_shape \(.*test_in_process.py, line 50\) answered 'value' of shape"
+        ):
             list(engine.call(wrong_shape, engine.everyone(), rng=Rng.seed(0)))
 
     def test_memory_stays_with_the_client(self, name):

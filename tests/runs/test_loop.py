@@ -153,7 +153,17 @@ def test_a_row_for_each_round_with_the_numbers_that_matter(tmp_path: Path):
     for row in rows:
         assert row.keys() == {
             *("round", "cohort", "accuracy", "f1", "loss", "r2", "ari", "nmi", "purity", "churn", "cluster_sizes"),
-            *("clients_met", "failures", "repairs", "decisions", "bytes", "seconds", "spread"),
+            *(
+                "valid_accuracy",
+                "valid_loss",
+                "clients_met",
+                "failures",
+                "repairs",
+                "decisions",
+                "bytes",
+                "seconds",
+                "spread",
+            ),
         }
         assert row["cohort"] == 4  # 0.7 of 6
         assert sum(row["cluster_sizes"]) == row["clients_met"] == 6

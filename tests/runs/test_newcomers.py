@@ -193,7 +193,8 @@ def test_local_has_nothing_for_newcomers_but_the_start():
 def test_under_strong_privacy_only_scores_leave_a_newcomer():
     method = MDICFL(num_clusters=2, privacy="strong", iterations=3, pseudo_samples=2)
     result = coterie.run(method, ragged_federation(), rounds=1, unseen=0.3)
-    assert set(result.unseen.scores) == {"accuracy", "f1", "samples"}
+    assert set(result.unseen.scores) == {"accuracy", "f1", "samples", "valid_accuracy", "valid_samples"}
+    assert result.unseen.scores["valid_samples"].max() == 1  # it says only that there are some
     assert bool((result.unseen.scores["samples"] == 1).all())
 
 

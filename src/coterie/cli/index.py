@@ -15,7 +15,9 @@ from typing import Any
 
 from coterie.runs.settings import Schedule
 from coterie.settings import fields_of
+from coterie.trust import DATASETS, METHODS, MODELS, plugins
 
+_PLUGINS = {"algorithms": METHODS, "datasets": DATASETS, "models": MODELS}
 FILE = Path(__file__).with_name("index.json")
 Things = list[dict[str, Any]]
 
@@ -26,9 +28,12 @@ def registered(what: str) -> Things:
     Whoever registers more has imported torch. Then the registry is asked, otherwise the index.
     """
     if "torch" in sys.modules:
-        return INDEXED[what]()
-    found: Things = json.loads(FILE.read_text(encoding="utf-8"))[what]
-    return found
+        found = INDEXED[what]()
+    else:
+        found = json.loads(FILE.read_text(encoding="utf-8"))[what]
+    known = {thing["name"] for thing in found}
+    others = plugins(_PLUGINS[what]).items() if what in _PLUGINS else ()
+    return found + [{"name": name, "about": f"plugin: {spec}"} for name, spec in others if name not in known]
 
 
 def index() -> str:

@@ -7,6 +7,7 @@ The module of a subcommand is imported when it is used, and none imports torch a
 from __future__ import annotations
 
 import sys
+import traceback
 from importlib import import_module
 from typing import Any, cast
 
@@ -76,14 +77,17 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error; also after a command."),
 ) -> None:
     """Clustered, personalized federated learning: K models for K kinds of client."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; expected errors are one sentence, never a traceback."""
+    """Run the command line; expected errors are one sentence, and a traceback only with `--debug`."""
+    given = sys.argv[1:] if arguments is None else arguments
+    words = [word for word in given if word != "--debug"]
     try:
-        code = app(args=arguments, standalone_mode=False)
+        code = app(args=words, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except (click.exceptions.Abort, KeyboardInterrupt):
         _print("stopped")
@@ -91,6 +95,8 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:
         sys.exit(0)
     except (CoterieError, click.ClickException, OSError, MemoryError) as error:  # not handled elsewhere
+        if len(words) < len(given):
+            traceback.print_exc()
         said = _sentence(error)
         if said.startswith("Usage:"):  # without arguments, the message is the help
             print(said)

@@ -247,6 +247,8 @@ def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             lines.setdefault(metric.line, []).append(f"{metric.word} {metric.format.text(value)}".strip())
     for line, parts in lines.items():
         yield line, "  ".join(parts)
+    if best := summary.get("best_round"):
+        yield "best round", f"{best} of {summary['rounds']}, by validation; the models and scores are of that round"
     yield "clusters", f"{summary['clusters']}: {short_sizes(summary['cluster_sizes'])}"
     if (changes := sum(summary.get("label_changes") or ())) or summary.get("start_ari") is not None:
         start = f"ARI {NUMBER.text(summary['start_ari'])}; " if summary.get("start_ari") is not None else ""

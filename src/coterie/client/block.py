@@ -124,6 +124,10 @@ class Block:
         """The initial weights of the run, which every client derives from the seed: [c, P]."""
         return self.task.initial.to(self._data.device, self._data.dtype).expand(len(self), -1)
 
+    def has(self, split: SplitName) -> bool:
+        """Whether any of these clients has samples in a split."""
+        return bool(self._sizes(split).any())
+
     def rng(self, purpose: str) -> Tensor:
         """One random key per client for this purpose in this call: int64 [c]."""
         return mix(self._keys ^ Rng(0).at(purpose).key)

@@ -19,6 +19,7 @@ from coterie.data.federation import SplitName
 from coterie.nets.flat import LOSSES, cross_entropy, mse
 
 _HIGHEST_LOSS = 1e9  # of classes; a loss of numbers is in their unit, squared
+VALID = "valid_"  # begins the names of scores on validation samples
 LARGE = 1e12  # numbers without a range of their own stay below: their squares and sums are finite in float32
 
 
@@ -161,8 +162,9 @@ def chosen(asked: Asked) -> Forms:
 
 
 def scored(asked: Asked) -> Forms:
-    """Scores on the test samples."""
-    return scored_on("test", asked)
+    """Scores on the test samples; number, loss and accuracy on validation samples (`valid_...`)."""
+    tested, valid = scored_on("test", asked), scored_on("valid", asked)
+    return tested | {f"{VALID}{name}": valid[name] for name in ("samples", "loss", "accuracy") if name in valid}
 
 
 def scored_on(split: SplitName, asked: Asked) -> Forms:

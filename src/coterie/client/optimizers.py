@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coterie.client.settings import WorkSettings
 from coterie.errors import ConfigError, UnknownName
-from coterie.trust import import_object
+from coterie.trust import OPTIMIZERS, import_object, plugins
 
 Stack = list[Tensor]  # one tensor [c, *shape] for each parameter
 State = dict[str, Stack]  # of an optimizer, by name
@@ -75,16 +75,17 @@ def optimizers() -> dict[str, type[Optimizer]]:
 
 
 def find_optimizer(name: str, may_import: bool = False) -> type[Optimizer]:
-    """The optimizer registered under a name, or `module:Class`, which is then registered.
+    """The optimizer registered under a name, that of a plugin, or `module:Class`, which are then registered.
 
     The module is imported only where the user starts a run: a message must not choose what a site imports.
     """
     if name in _OPTIMIZERS:
         return _OPTIMIZERS[name]
-    if ":" not in name:
-        raise UnknownName("optimizer", name, _OPTIMIZERS)
-    module, _, attribute = name.partition(":")
-    found: Any = import_object(name, "optimizer") if may_import else getattr(sys.modules.get(module), attribute, None)
+    spec = name if ":" in name else plugins(OPTIMIZERS).get(name)
+    if spec is None:
+        raise UnknownName("optimizer", name, {*_OPTIMIZERS, *plugins(OPTIMIZERS)})
+    module, _, attribute = spec.partition(":")
+    found: Any = import_object(spec, "optimizer") if may_import else getattr(sys.modules.get(module), attribute, None)
     if found is None:
         raise ConfigError(f"There is no optimizer '{name}' here. Import the module that defines it first.")
     if not (isinstance(found, type) and issubclass(found, Optimizer)):

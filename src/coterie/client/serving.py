@@ -7,6 +7,7 @@ own writes one function and decorates it with `@serving`: evaluation, export and
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from coterie.client import forms
 from coterie.client.block import Block, Mixture, Models
 from coterie.client.forms import Answers
-from coterie.client.steps import OWN_MODEL, Answer, ClientStep, client_step
+from coterie.client.steps import OWN_MODEL, Answer, ClientStep, client_step, scores
 from coterie.client.work import SGD
 
 ServeFunction = Callable[..., Mixture]
@@ -25,7 +26,8 @@ class Serving:
 
     def __init__(self, name: str, function: ServeFunction, answers: Answers = forms.mixture) -> None:
         def evaluate(block: Block, models: Models | None, work: SGD, **more: Tensor) -> Answer:
-            return Answer(**block.evaluate_mixture(function(block, models, work, **more)))
+            served = function(block, models, work, **more)
+            return Answer(**scores(block, partial(block.evaluate_mixture, served)))
 
         def parts(block: Block, models: Models | None, work: SGD, **more: Tensor) -> Answer:
             found = function(block, models, work, **more)

@@ -6,6 +6,7 @@ A client step is a function `step(block, models, work, **payload) -> Answer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import overload
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from coterie.client import forms
 from coterie.client.block import Block, Models
-from coterie.client.forms import Answers, Asked, Forms
+from coterie.client.forms import VALID, Answers, Asked, Forms
 from coterie.client.optimizers import optimizers
 from coterie.client.task import Task
 from coterie.client.work import SGD
-from coterie.errors import ConfigError
+from coterie.data.federation import SplitName
+from coterie.errors import ConfigError, MethodError, defined_at
 from coterie.nets.sketch import sketch_of
 from coterie.randomness import Rng
 
@@ -91,6 +93,32 @@ def forms_of(step: ClientStep, asked: Asked) -> Forms:
 def step_name(function: ClientStep) -> str:
     """The name of a step in messages."""
     return getattr(function, "wire_name", None) or f"{function.__module__}:{function.__qualname__}"
+
+
+def require_step(function: ClientStep) -> None:
+    """Raise MethodError if a function is not a client step."""
+    if not hasattr(function, "wire_name"):
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise MethodError(
+            f"{name} ({defined_at(function)}) is not a client step; decorate the function with @coterie.client_step."
+        )
+
+
+def answer_of(step: ClientStep, block: Block, models: Models | None, work: SGD, **more: Tensor) -> Answer:
+    """What the clients of a block answer; MethodError if that is no answer with one row per client."""
+    found: object = step(block, models, work, **more)
+    where = f"{step.__qualname__} ({defined_at(step)})"
+    if not isinstance(found, Answer):
+        raise MethodError(f"{where} must return a coterie.Answer. Got {type(found).__name__} instead.")
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor):
+            raise MethodError(f"{where} must answer with tensors. Got {type(tensor).__name__} for '{name}' instead.")
+        if tensor.shape[:1] != (len(block),):
+            raise MethodError(
+                f"{where} answered '{name}' of shape {tuple(tensor.shape)} for {len(block)} clients; the first axis "
+                "must be the clients."
+            )
+    return found
 
 
 def find_step(name: str) -> ClientStep:
@@ -184,28 +212,44 @@ def signature_shape(task: Task) -> tuple[int, int]:
     return classes, min(task.layout.num_parameters, max(32, min(512, _SIGNATURE // classes)))
 
 
+def scores(block: Block, score: Callable[[SplitName], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The scores [c] on test samples, and number, loss and accuracy on validation samples (`valid_...`).
+
+    The validation scores only monitor a run; a client without such samples has 0 of them.
+    """
+    tested = score("test")
+    names = [name for name in ("samples", "loss", "accuracy") if name in tested]
+    if block.has("valid"):
+        valid = score("valid")
+    else:
+        valid = {name: torch.zeros_like(tested[name]) for name in names}
+    return tested | {f"{VALID}{name}": valid[name] for name in names}
+
+
 @client_step("coterie.block:evaluate", forms.scored)
 def evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
-    """Score the model that was sent, or else the client's own model, on the client's test samples."""
-    return Answer(**block.evaluate(_sent_or_own(block, models)))
+    """Score the model that was sent, or else the client's own model, on the client's test and validation samples."""
+    return Answer(**scores(block, partial(block.evaluate, _sent_or_own(block, models))))
 
 
 def scored_privately(asked: Asked) -> Forms:
-    """Accuracy and F1, if there are classes."""
-    return {name: form for name, form in forms.scored(asked).items() if name in ("accuracy", "f1")}
+    """Accuracies and F1, if there are classes, and whether there are validation samples."""
+    told = ("accuracy", "f1", f"{VALID}accuracy", f"{VALID}samples")
+    return {name: form for name, form in forms.scored(asked).items() if name in told}
 
 
 @client_step("coterie.block:evaluate_privately", scored_privately)
 def evaluate_privately(block: Block, models: Models | None, work: SGD) -> Answer:
-    """As `evaluate`, but only accuracy and F1 leave the client: no loss, no number of samples."""
-    scores = block.evaluate(_sent_or_own(block, models))
-    return Answer(**{name: values for name, values in scores.items() if name in ("accuracy", "f1")})
+    """As `evaluate`, but only accuracies and F1 leave the client: no loss, no number of samples."""
+    found = scores(block, partial(block.evaluate, _sent_or_own(block, models)))
+    told = {name: found[name] for name in ("accuracy", "f1", "valid_accuracy") if name in found}
+    return Answer(**told, valid_samples=found["valid_samples"].clamp(max=1))  # 1: there are some
 
 
 @client_step("coterie.block:adapt_and_evaluate", forms.scored)
 def adapt_and_evaluate(block: Block, models: Models | None, work: SGD) -> Answer:
     """As `evaluate`, after adapting the model on the client's training samples."""
-    return Answer(**block.evaluate(adapt(block, models, work).params))
+    return Answer(**scores(block, partial(block.evaluate, adapt(block, models, work).params)))
 
 
 @client_step("coterie.block:adapt", forms.model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from coterie.data.values import MOST_CLASSES, check_finite
 from coterie.errors import ConfigError, DataError, UnknownName
 from coterie.randomness import Rng
+from coterie.trust import DATASETS, load_plugin, plugins
 
 
 @dataclass(frozen=True)
@@ -147,15 +148,22 @@ def source_class(key: str) -> type[Source]:
 
 
 def find_preset(name: str, settings: Mapping[str, Any] | None = None) -> Preset:
-    """The preset of a registered name, or of the path of a user's own file, read by the source with these settings."""
+    """The preset of a registered name or of a plugin, or of a path, read by the source with these settings."""
     known = presets()
     if name in known:
         return known[name]
+    found = load_plugin(DATASETS, name, "dataset")
+    if isinstance(found, Preset):
+        return register_preset(replace(found, name=name))
+    if isinstance(found, type) and issubclass(found, Source):
+        return register_preset(Preset(name, found.summary, register_source(found).key, "iid", clients=10))
+    if found is not None:
+        raise ConfigError(f"dataset {name}, a plugin, must be a Preset or a Source class. Got {found!r} instead.")
     from coterie.data.sources.files import is_path, preset_of_file
 
     if is_path(name):
         return preset_of_file(Path(name), settings)
-    raise UnknownName("dataset", name, known)
+    raise UnknownName("dataset", name, {*known, *plugins(DATASETS)})
 
 
 def positive_clients(clients: int | None, default: int) -> int:

@@ -37,7 +37,7 @@ log = logging.getLogger("coterie.flower")
 # Keys of the Flower run config, and the settings they stand for: flags without their dashes.
 _TAKEN: dict[Any, tuple[str, ...]] = {
     RunSettings: ("algorithm",),
-    Schedule: ("rounds", "seed", "participation", "evaluate_every"),
+    Schedule: ("rounds", "seed", "participation", "evaluate_every", "patience"),
     ClusterSettings: ("num_clusters",),
     WorkSettings: tuple(name for name, field in fields_of(WorkSettings).items() if field.flags),
 }

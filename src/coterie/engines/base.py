@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from coterie.client.block import Models
-from coterie.client.steps import Answer, ClientStep, step_name
+from coterie.client.forms import VALID
+from coterie.client.steps import Answer, ClientStep, require_step, step_name
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.federation import Federation
@@ -94,6 +95,7 @@ class Reply:
 class Engine(abc.ABC):
     """Runs client steps on cohorts of clients."""
 
+    remembers = True  # whether `memory_tensors` has what the clients remember
     carries = False  # whether the messages of a round can carry the evaluation of the round before: see `carry`
 
     def __init__(
@@ -159,11 +161,12 @@ class Engine(abc.ABC):
             chunk = self._accepted(request, reply, lengths, failed)
             if len(chunk.clients):
                 answered, failed = True, []
-                self.ledger.record_up(self.phase, request.name, chunk.answer.values())
+                told = [values for name, values in chunk.answer.items() if not name.startswith(VALID)]
+                self.ledger.record_up(self.phase, request.name, told)
                 yield chunk
         if len(cohort) and not answered and not any("no client could do" in old for old in self.notes):
             reason = failed[0].reason if failed else "no answer"
-            hint = "" if reason == LATE else "; is lr too large?"
+            hint = "; is lr too large?" if reason in (NOT_FINITE, TOO_LARGE) else ""
             self.notes.append(f"round {self.round}: no client could do {plain_name(request.name)} ({reason}){hint}")
 
     def request(
@@ -178,6 +181,7 @@ class Engine(abc.ABC):
         work: SGD | None = None,
     ) -> Request:
         """The request of a call with these arguments."""
+        require_step(step)
         if (models is None) != (refs is None):
             raise ConfigError("models and refs must be given together: a table [M, P] and the rows for each client.")
         return Request(step, cohort, rng, work or self.task.work, models, refs, dict(payload or {}), dict(each or {}))
@@ -247,7 +251,7 @@ class Engine(abc.ABC):
         return {}
 
     def load_memory(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `memory_tensors` returned."""
+        """Restore what `memory_tensors` returned; clients forget everything else."""
         return
 
     def memory_budget(self) -> int:

@@ -15,14 +15,14 @@ from torch import Tensor
 from coterie.client.batches import DeviceData
 from coterie.client.block import Block, Memory
 from coterie.client.stack import Plan
-from coterie.client.steps import Answer
+from coterie.client.steps import Answer, answer_of
 from coterie.client.task import Task, check_network
 from coterie.client.work import SGD
 from coterie.data.federation import Federation
 from coterie.engines.base import Engine, Reply, Request, available_memory, plain_name, resolve_device
 from coterie.engines.ledger import Phase
 from coterie.engines.settings import EngineSettings
-from coterie.errors import ConfigError, CoterieError, EngineError
+from coterie.errors import ConfigError, CoterieError, EngineError, raised_at
 from coterie.nets.flat import Network
 from coterie.randomness import Rng
 from coterie.settings import build, values_of
@@ -188,7 +188,7 @@ class InProcessEngine(Engine):
 
     def load_memory(self, tensors: Mapping[str, Tensor]) -> None:
         """See `Engine.load_memory`."""
-        self._memory |= {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        self._memory = {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def ask(self, request: Request, positions: Tensor) -> Iterator[Reply]:
         """One chunk at a time, clients of similar size together so that little is padded."""
@@ -203,9 +203,8 @@ class InProcessEngine(Engine):
         own = {key: value[positions.to(value.device)].to(self.device) for key, value in request.each.items()}
         try:
             with torch.no_grad(), self.precision():
-                answer = request.step(
-                    block, request.sent(positions, self.device), request.work, **request.payload, **own
-                )
+                sent = request.sent(positions, self.device)
+                answer = answer_of(request.step, block, sent, request.work, **request.payload, **own)
         except CoterieError:
             raise
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -231,7 +230,8 @@ class InProcessEngine(Engine):
 
     def _after_exception(self, error: Exception, request: Request, positions: Tensor) -> Reply:
         """A client that raises has failed. If a chunk raises, repeat it one client at a time to find out which."""
-        reason = f"{type(error).__name__}: {error}"
+        place = raised_at(error)
+        reason = f"{type(error).__name__}: {error}" + ("" if place is None else f" ({place})")
         if len(positions) == 1:
             return Reply(positions[:0], Answer(), ((int(positions[0]), reason),))
         joined = _joined([self._ask(request, positions[i : i + 1]) for i in range(len(positions))])

@@ -5,6 +5,8 @@ content is one model. Single numbers per client (a sample count, a chosen label)
 that the cost of models compares exactly between methods. Phases are kept apart: `start` (before the first round),
 `round`, `repair` (extra calls of the guard), and `evaluate`.
 
+Scores on validation samples are not counted: they only monitor a run, and no method needs them.
+
 The ledger also counts the clients' work: the number of per-sample gradients they computed.
 """
 

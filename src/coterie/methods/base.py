@@ -51,7 +51,7 @@ from coterie.engines.base import Engine
 from coterie.errors import ConfigError, UnknownName
 from coterie.randomness import Rng
 from coterie.settings import setting
-from coterie.trust import import_object
+from coterie.trust import METHODS, import_object, load_plugin, plugins
 
 
 class Repair(TypedDict):
@@ -156,6 +156,9 @@ class Personal:
     private: bool = False  # only scores may leave the client: no losses, no counts
 
 
+PartOf = Callable[[Task], Tensor]
+"""Some entries of a model, bool [P]."""
+
 S = TypeVar("S", bound=ClusterState)
 
 
@@ -169,6 +172,7 @@ class Algorithm(abc.ABC, Generic[S]):
     finds_clusters: ClassVar[bool] = False  # whether the number of clusters is a result
     needs_validation: ClassVar[bool] = False  # whether clients compare models on validation samples
     needs_classes: ClassVar[bool] = False  # whether it works by classes, and so not for regression
+    keeps: ClassVar[PartOf | None] = None  # the entries of a model that stay with the clients; None: all travel
 
     @abc.abstractmethod
     def start(self, task: Task, engine: Engine, rng: Rng) -> S:
@@ -193,6 +197,20 @@ class Algorithm(abc.ABC, Generic[S]):
     def exhibits(self, state: S, engine: Engine, rng: Rng) -> dict[str, NDArray[Any]]:
         """Arrays of this method for the report, computed once at the end of a run."""
         return {}
+
+    def travels(self, task: Task) -> Tensor:
+        """The entries of a model that are sent, averaged and saved, bool [P]; states hold these only.
+
+        Frozen parameters (requires_grad=False) are never part of a model: see `coterie.nets.flat`.
+        """
+        mine = type(self).keeps
+        return torch.ones(task.layout.size, dtype=torch.bool) if mine is None else ~mine(task)
+
+    def whole(self, task: Task, models: Tensor) -> Tensor:
+        """Models [K, what travels] as models [K, P]; what stays with the clients is as in the initial weights."""
+        found = task.initial.to(models).repeat(len(models), 1)
+        found[:, self.travels(task).to(models.device)] = models
+        return found
 
     def should_stop(self, state: S) -> bool:
         """Whether further rounds would change nothing."""
@@ -240,20 +258,29 @@ def load_method_of(step: str) -> None:
 
 
 def find_algorithm(name: str) -> type[Algorithm[Any]]:
-    """The method with this name: a registered key, or `module:Class`."""
+    """The method with this name: a registered key, the name of a plugin, or `module:Class`."""
     if ":" in name:
-        found = import_object(name, "algorithm")
-        if not (isinstance(found, type) and issubclass(found, Algorithm)):
-            raise ConfigError(f"algorithm {name} is not a subclass of coterie.Algorithm.")
-        return found
+        return _method_class(import_object(name, "algorithm"), name)
     if name not in _ALGORITHMS and name.isidentifier() and find_spec(f"coterie.methods.{name}") is not None:
         importlib.import_module(f"coterie.methods.{name}")  # most methods are in a file of their name
     if name in _ALGORITHMS:
         return _ALGORITHMS[name]
     known = algorithms()
-    if name not in known:
-        raise UnknownName("algorithm", name, known)
-    return known[name]
+    if name in known:
+        return known[name]
+    found = load_plugin(METHODS, name, "algorithm")
+    if found is None:
+        raise UnknownName("algorithm", name, {*known, *plugins(METHODS)})
+    return _method_class(found, name)
+
+
+def _method_class(found: Any, name: str) -> type[Algorithm[Any]]:
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise ConfigError(f"algorithm {name} is not a subclass of coterie.Algorithm.")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(f"algorithm {name} has no {missing[0]}; write that function.")
+    return found
 
 
 def num_clusters_setting(default: int = 4) -> Any:

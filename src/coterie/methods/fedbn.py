@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from coterie.client import forms
 from coterie.client.block import Block, Models
-from coterie.client.serving import Serving
 from coterie.client.steps import Answer, ClientStep, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Engine
-from coterie.methods.base import ClusterState, register
-from coterie.methods.parts.own_parts import OwnParts, PartOf, assembled, keep_and_send, serving_with
+from coterie.methods.base import ClusterState, PartOf, register
+from coterie.methods.parts.own_parts import OwnParts, assembled, keep_and_send
 from coterie.randomness import Rng
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -56,8 +55,7 @@ class FedBN(OwnParts):
     key: ClassVar[str] = "fedbn"
     paper: ClassVar[str] = "Li et al. 2021"
 
-    part_of: ClassVar[PartOf] = norms_of
-    serving: ClassVar[Serving] = serving_with("coterie.fedbn:served", norms_of)
+    keeps: ClassVar[PartOf] = norms_of
     training: ClassVar[ClientStep] = train_with_own_norms
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> ClusterState:

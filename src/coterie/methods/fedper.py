@@ -15,11 +15,10 @@ from typing import ClassVar
 
 from coterie.client import forms
 from coterie.client.block import Block, Models
-from coterie.client.serving import Serving
 from coterie.client.steps import Answer, ClientStep, client_step
 from coterie.client.work import SGD
-from coterie.methods.base import register
-from coterie.methods.parts.own_parts import OwnParts, PartOf, assembled, head_of, keep_and_send, serving_with
+from coterie.methods.base import PartOf, register
+from coterie.methods.parts.own_parts import OwnParts, assembled, head_of, keep_and_send
 
 
 @client_step("coterie.fedper:train_together", forms.trained)
@@ -37,6 +36,5 @@ class FedPer(OwnParts):
     key: ClassVar[str] = "fedper"
     paper: ClassVar[str] = "Arivazhagan et al. 2019"
 
-    part_of: ClassVar[PartOf] = head_of
-    serving: ClassVar[Serving] = serving_with("coterie.fedper:served", head_of)
+    keeps: ClassVar[PartOf] = head_of
     training: ClassVar[ClientStep] = train_together

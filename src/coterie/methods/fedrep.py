@@ -19,17 +19,14 @@ from torch import Tensor
 
 from coterie.client import forms
 from coterie.client.block import Block, Models
-from coterie.client.serving import Serving
 from coterie.client.steps import Answer, ClientStep, client_step
 from coterie.client.work import SGD
-from coterie.methods.base import register
+from coterie.methods.base import PartOf, register
 from coterie.methods.parts.own_parts import (
     OwnParts,
-    PartOf,
     assembled,
     head_of,
     keep_and_send,
-    serving_with,
     train_part,
 )
 from coterie.settings import setting
@@ -52,8 +49,7 @@ class FedRep(OwnParts):
     key: ClassVar[str] = "fedrep"
     paper: ClassVar[str] = "Collins et al. 2021"
 
-    part_of: ClassVar[PartOf] = head_of
-    serving: ClassVar[Serving] = serving_with("coterie.fedrep:served", head_of)
+    keeps: ClassVar[PartOf] = head_of
     training: ClassVar[ClientStep] = train_in_turn
 
     weighting: Literal["samples", "equal"] = setting("equal", "weight of a client in the mean")

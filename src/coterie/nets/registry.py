@@ -15,7 +15,7 @@ from torch import nn
 
 from coterie.errors import ConfigError, CoterieError, ModelError, UnknownName
 from coterie.randomness import Rng
-from coterie.trust import import_object
+from coterie.trust import MODELS, import_object, load_plugin, plugins
 
 Builder = Callable[..., nn.Module]
 
@@ -85,13 +85,16 @@ class ModelMaker:
 
 
 def find_model(spec: str) -> Builder:
-    """The builder of a registered name or of `module:callable`."""
+    """The builder of a registered name, of a plugin or of `module:callable`."""
     if ":" not in spec:
         known = models()
-        if spec not in known:
-            raise UnknownName("model", spec, known)
-        return known[spec]
-    found = import_object(spec, "model")
+        if spec in known:
+            return known[spec]
+        found = load_plugin(MODELS, spec, "model")
+        if found is None:
+            raise UnknownName("model", spec, {*known, *plugins(MODELS)})
+    else:
+        found = import_object(spec, "model")
     if not callable(found):
         raise ConfigError(f"model {spec} is not callable; name a class or a function.")
     return found  # type: ignore[no-any-return]

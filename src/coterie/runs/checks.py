@@ -104,6 +104,10 @@ def check_checkpoint(
             raise ValueError("a note is not a text")
         if not all(_is_count(number) for number in plain["score_rounds"]):
             raise ValueError("score_rounds are not numbers")
+        if (other := plain.get("other")) is not None:
+            _is(other, round=int, state=dict)
+            if not 1 <= other["round"] <= round:
+                raise ValueError("it holds a later round")
         if plain.get("pending") is not None:
             _is(plain["pending"], round=int, cohort=int, failures=int, seconds=dict)
         labels = tensors.get("history.labels")
@@ -120,7 +124,7 @@ def check_checkpoint(
                 table.dim() != 2 or table.shape[0] != len(plain["score_rounds"]) or table.shape[1] != labels.shape[1]
             ):
                 raise ValueError(f"{name} has shape {tuple(table.shape)}")
-            if name.startswith("memory.") and (not table.dim() or len(table) > clients):
+            if name.startswith(("memory.", "other.memory.")) and (not table.dim() or len(table) > clients):
                 raise ValueError(f"{name} has shape {tuple(table.shape)}")
         if plain["score_rounds"] and "history.scores.samples" not in tensors:
             raise ValueError("history.scores.samples is missing")

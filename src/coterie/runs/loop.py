@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,14 +22,32 @@ from coterie.client.steps import adapt_and_evaluate, evaluate, evaluate_privatel
 from coterie.data.federation import Federation
 from coterie.engines.attacks import Attack
 from coterie.engines.base import Engine, Failure, Request
-from coterie.errors import ConfigError, Interrupted, RunError
-from coterie.methods.base import Algorithm, Personal
+from coterie.errors import (
+    ConfigError,
+    CoterieError,
+    Interrupted,
+    MethodError,
+    RunError,
+    StopRun,
+    defined_at,
+    raised_at,
+)
+from coterie.methods.base import Algorithm, ClusterState, Personal
 from coterie.randomness import Rng
 from coterie.runs.checks import check_checkpoint, plain_settings, unfit
 from coterie.runs.divergence import divergence, loss_of_guessing
 from coterie.runs.exhibits import Arrays, Sketches, listening, member_pictures
 from coterie.runs.folder import Checkpoint, RunFolder
-from coterie.runs.metrics import METRICS, cluster_sizes, measured, of_clusters, of_scores, quantiles, summarized
+from coterie.runs.metrics import (
+    METRICS,
+    best_validated,
+    cluster_sizes,
+    measured,
+    of_clusters,
+    of_scores,
+    quantiles,
+    summarized,
+)
 from coterie.runs.observers import Listener, Row, Several
 from coterie.runs.settings import Schedule
 from coterie.settings import check
@@ -54,6 +72,24 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """Method and clients after a round: what is served, or where training goes on."""
+
+    round: int
+    state: Any
+    memory: dict[str, Tensor]  # what the clients remember, where the engine knows
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Its tensors for a checkpoint."""
+        found = {f"{name}state.{key}": tensor for key, tensor in self.state.tensors().items()}
+        return found | {f"{name}memory.{key}": tensor for key, tensor in self.memory.items()}
+
+    def plain(self) -> dict[str, Any]:
+        """The rest of it, in JSON."""
+        return {"round": self.round, "state": self.state.plain()}
+
+
+@dataclass(frozen=True)
 class Pending:
     """A round whose row is not complete: what is known of it, and the evaluation that is missing."""
 
@@ -61,6 +97,7 @@ class Pending:
     known: dict[str, Any]  # inputs of metrics
     request: Request | None  # None: the round is not evaluated
     honest: NDArray[np.bool_]  # [N] clients that do not attack
+    state: Any  # of the method after the round
 
 
 class Trainer:
@@ -84,6 +121,11 @@ class Trainer:
                 f"{type(algorithm).__name__} needs validation samples, and no client has any. "
                 "Hold some out with --set scenario.valid=0.1."
             )
+        if schedule.patience is not None and not bool(federation.valid.sizes.any()):
+            raise ConfigError(
+                f"patience={schedule.patience} needs validation samples, and no client has any. "
+                "Hold some out with --set scenario.valid=0.1."
+            )
         if algorithm.needs_classes and not engine.task.num_classes:
             raise ConfigError(
                 f"{algorithm.key} works by classes, and the targets of {federation.name} are numbers; "
@@ -95,6 +137,9 @@ class Trainer:
         self.progress = Progress()
         self.state: Any = None
         self._pending: Pending | None = None
+        self._best: Moment | None = None  # the round with the best validation score so far; only with `patience`
+        self._last: Moment | None = None  # the last round of a finished run, if it serves an earlier one
+        self._stop: str | None = None  # why the run ends before its last round
         self._observer = Several([observer])
         self._should_stop = should_stop
         self._rng = Rng.seed(schedule.seed).at("run")
@@ -110,18 +155,39 @@ class Trainer:
         """Run to the last round, from the start or from a restored checkpoint."""
         if self.state is None:
             self._start()
-        while self.progress.round < self.schedule.rounds and not self.algorithm.should_stop(self.state):
+        while not self._is_over():
             self._round(self.progress.round + 1)
             if self._should_stop():
                 self._report(self._complete())
                 self._save()
                 raise Interrupted(f"Stopped after round {self.progress.round} of {self.schedule.rounds}.")
         self._report(self._complete())
+        self._check_labels()
+        if self._stop is not None:
+            self._note(f"stopped after round {self.progress.round}: {self._stop}")
+        self._serve_best()
         self._save()
         if self.folder is not None:
             arrays = self.method_exhibits()
             if arrays:
                 self.folder.write_arrays("artifacts/method.npz", arrays)
+
+    def _is_over(self) -> bool:
+        """Whether no round is left. A run that is stopped still evaluates its last round."""
+        if self.progress.round >= self.schedule.rounds or self.algorithm.should_stop(self.state):
+            return True
+        return self._stop is not None and self._is_evaluated(self.progress.round)
+
+    def _is_evaluated(self, number: int) -> bool:
+        rows = self.progress.rows
+        if self._pending is not None:
+            return self._pending.request is not None
+        return bool(rows) and rows[-1]["round"] == number and "accuracy" in rows[-1]
+
+    @property
+    def served_round(self) -> int:
+        """The round whose models are served: the best one with `patience`, once the run has ended; else the last."""
+        return self.progress.round if self._last is None or self._best is None else self._best.round
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -133,7 +199,9 @@ class Trainer:
     def _start(self) -> None:
         with self.timed("start"):
             self.engine.begin(0, "start")
-            self.state = self.algorithm.start(self.engine.task, self.engine, self._rng.at("init"))
+            with self._blaming("start"):
+                self.state = self.algorithm.start(self.engine.task, self.engine, self._rng.at("init"))
+            self._check_result("start")
             self.progress.labels.append(self.state.labels.numpy().copy())
 
     def _round(self, number: int) -> None:
@@ -149,12 +217,15 @@ class Trainer:
         # About twenty rounds and the last one are enough for a map of the models.
         is_mapped = number % max(1, self.schedule.rounds // _MAPPED) == 0 or number == self.schedule.rounds
         engine = listening(self.engine, self.sketches) if is_mapped else self.engine
-        self.state = self.algorithm.round(self.state, engine, cohort, rng.at("work"))
+        with self._blaming("round"):
+            self.state = self.algorithm.round(self.state, engine, cohort, rng.at("work"))
+        self._check_result("round")
         trained = time.perf_counter()
         in_clients = self.engine.client_seconds - worked
 
         labels = self.state.labels.numpy().copy()
-        is_last = number == self.schedule.rounds or self.algorithm.should_stop(self.state)
+        is_stopped = self._stop is not None or self.algorithm.should_stop(self.state)
+        is_last = number == self.schedule.rounds or is_stopped
         totals = self.engine.ledger.totals()
         sent = {phase: totals[phase]["down"] + totals[phase]["up"] for phase in ("start", "repair")}
         row: Row = {
@@ -187,7 +258,7 @@ class Trainer:
         labels = self.progress.labels[-1]
         known = self._known_clusters(labels) | {"before": before, "after": labels}
         request = self._evaluation(row["round"]) if is_evaluated else None
-        return Pending(row, known, request, ~self._attackers(len(labels)))
+        return Pending(row, known, request, ~self._attackers(len(labels)), self.state)
 
     def _complete(self) -> list[Row]:
         """Complete the pending row with the scores of its round, and write it; returns it if there is one."""
@@ -200,7 +271,8 @@ class Trainer:
         if pending.request is not None:
             failures = len(self.engine.failures)
             scores = self._evaluate(row["round"], pending.request)
-            scores = scores | {"samples": scores["samples"] * pending.honest}  # attackers have no samples
+            counts = [name for name in ("samples", "valid_samples") if name in scores]
+            scores = scores | {name: scores[name] * pending.honest for name in counts}  # attackers have no samples
             head["spread"] = quantiles(scores)
             known = known | of_scores(scores, known["after"])
             row["failures"] += len(self.engine.failures) - failures
@@ -211,11 +283,55 @@ class Trainer:
         self.progress.rows.append(row)
         if self.folder is not None:
             self.folder.append(row)
+        self._watch(row, pending.state)
         return [row]
+
+    def _watch(self, row: Row, state: Any) -> None:
+        """Keep the state after a round that is the best so far, and stop when there was none for long enough."""
+        if self.schedule.patience is None or "accuracy" not in row:
+            return
+        if best_validated(self.progress.rows)[0] == row["round"]:
+            # States are never changed in place; the clients' memory is.
+            self._best = Moment(row["round"], state, _copied(self.engine.memory_tensors()))
+        self._judge()
+
+    def _judge(self) -> None:
+        """Stop the run if no round was the best for long enough."""
+        best, since = best_validated(self.progress.rows)
+        if self.schedule.patience is not None and since >= self.schedule.patience:
+            self._stop = f"validation was best in round {best}, and not better in {since} evaluations since"
+
+    def _serve_best(self) -> None:
+        """Return to the best round; the last one is kept in the checkpoint."""
+        if self.schedule.patience is None or self._best is None or self._best.round == self.progress.round:
+            return
+        self._last = Moment(self.progress.round, self.state, dict(self.engine.memory_tensors()))
+        self._take(self._best)
+        joined = self.engine.num_clients - len(self.state.labels)
+        self.state = self.state.with_more_clients(joined) if joined else self.state
+        personal = self.algorithm.personal(self.state, torch.arange(1))
+        if not self.engine.remembers and (personal.models is None or personal.serve is not None):
+            self._note(
+                f"the models are those of round {self._best.round}; what clients remember is of round "
+                f"{self.progress.round}, as only they have it"
+            )
+
+    def _note(self, text: str) -> None:
+        if text not in self.engine.notes:  # a run that was killed at its end has it already
+            self.engine.notes.append(text)
+
+    def _take(self, moment: Moment) -> None:
+        """Make method, clients and round those of that moment."""
+        self.state = moment.state
+        self.engine.load_memory(moment.memory)
+        self.engine.begin(moment.round, "round")
 
     def _report(self, rows: list[Row]) -> None:
         for row in rows:
-            self._observer.round(row)
+            try:
+                self._observer.round(row)
+            except StopRun as stop:
+                self._stop = str(stop) or "an observer has stopped it"
 
     def welcome(self) -> int:
         """Take in clients that have joined; to the method they are clients it has not seen yet."""
@@ -241,7 +357,8 @@ class Trainer:
     def _evaluation(self, number: int) -> Request:
         """The evaluation of every client's personal model on its test samples, after a round."""
         everyone = torch.arange(len(self.state.labels))
-        personal = self.algorithm.personal(self.state, everyone)
+        with self._blaming("personal"):
+            personal = self.algorithm.personal(self.state, everyone)
         return evaluation_of(self.engine, personal, everyone, self.rng_of_evaluation(number))
 
     def _evaluate(self, number: int, request: Request) -> dict[str, NDArray[Any]]:
@@ -271,18 +388,61 @@ class Trainer:
         groups = self.federation.at(self.engine.round).groups
         return None if groups is None or len(groups) != self.engine.num_clients else groups.numpy()
 
+    # ---- what a method may do wrong ----
+
+    @contextlib.contextmanager
+    def _blaming(self, function: str) -> Iterator[None]:
+        """An error that is raised in the user's code is a sentence with its file and line."""
+        try:
+            yield
+        except (CoterieError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # the user's code may raise anything
+            if (place := raised_at(error)) is None:
+                raise  # a mistake of ours
+            name = type(self.algorithm).__name__
+            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise MethodError(f"{name}.{function} failed ({place}): {said}") from error
+
+    def _check_result(self, function: str) -> None:
+        """Raise MethodError if `start` or `round` returned something that is no state of this run."""
+        method, state = type(self.algorithm), self.state
+        expected = method.state_type
+        if type(state) is not expected:
+            known = isinstance(state, ClusterState)
+            why = f"must return a {expected.__name__}. Got {type(state).__name__} instead"
+            why += "; set state_type to it, or a resumed run would lose its fields" if known else ""
+        else:
+            try:
+                self._check_state(state)
+                return
+            except (ValueError, TypeError, AttributeError) as error:
+                why = f"returned a wrong state: {error}"
+        where = defined_at(getattr(method, function))
+        raise MethodError(f"{method.__name__}.{function} ({where}) {why}.")
+
+    def _check_labels(self) -> None:
+        """Add a note if the method never said which cluster a client is in."""
+        answered = len(self.engine.failures) < sum(row["cohort"] for row in self.progress.rows)
+        if answered and all(bool((labels < 0).all()) for labels in self.progress.labels):
+            self._note(
+                f"{type(self.algorithm).__name__} never sets labels, so every client counts as not seen; set them in "
+                "round for the clients that answered, such as labels[chunk.clients] = 0"
+            )
+
     # ---- the summary ----
 
     def summary(self) -> dict[str, Any]:
         """The result in numbers, as in `summary.json` and `--json`."""
-        rows, labels = self.progress.rows, self.progress.labels[-1]
-        seconds = self.progress.seconds
+        rows, labels = self.progress.rows, self.state.labels.numpy()
+        seconds, best = self.progress.seconds, None if self.schedule.patience is None else self.served_round
         return {
             "rounds": self.progress.round,
             "clients": len(self.federation),
             "clients_met": int((labels >= 0).sum()),
             "clusters": self.state.num_clusters,
-            **summarized(rows, self._known_clusters(labels)),
+            "best_round": best,  # whose models and scores these are; None: those of the last round
+            **summarized(rows, self._known_clusters(labels), best),
             **self._movement(),
             "cluster_sizes": cluster_sizes(labels, self.state.num_clusters),
             "diverged": divergence(rows, self.engine.failures, self._guessing, self.federation),
@@ -325,13 +485,16 @@ class Trainer:
         self._saved_at = time.monotonic()
         if self.folder is None:
             return
-        tensors = {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
-        tensors |= {f"memory.{name}": tensor for name, tensor in self.engine.memory_tensors().items()}
+        served = Moment(self.served_round, self.state, dict(self.engine.memory_tensors()))
+        other = self._best if self._last is None else self._last
+        other = None if other is None or other.state is self.state else other
+        tensors = served.tensors("") | ({} if other is None else other.tensors("other."))
         tensors["history.labels"] = torch.from_numpy(self.label_history())
         for name, values in self._score_history().items():
             tensors[f"history.scores.{name}"] = torch.from_numpy(values)
         plain = {
-            "state": self.state.plain(),
+            "state": served.plain()["state"],
+            "other": None if other is None else other.plain(),
             "ledger": self.engine.ledger.entries,
             "failures": [asdict(failure) for failure in self.engine.failures],
             "score_rounds": self.progress.score_rounds,
@@ -343,7 +506,11 @@ class Trainer:
         }
         # The arrays come first: a run that is killed in between resumes from the checkpoint before, and writes both.
         self._show()
-        self.folder.save_checkpoint(Checkpoint(self.progress.round, tensors, plain))
+        try:
+            self.folder.save_checkpoint(Checkpoint(self.progress.round, tensors, plain))
+        except TypeError as error:
+            name = type(self.state).__name__
+            raise MethodError(f"{name} cannot be saved: {error}. Its fields must be tensors or JSON.") from error
 
     def _show(self) -> None:
         """Write the arrays that reports read, during the run and after it."""
@@ -370,9 +537,9 @@ class Trainer:
     def method_exhibits(self) -> Arrays:
         """Arrays of the method itself, made at the end; counted as evaluation."""
         with self.timed("evaluate"):
-            self.engine.begin(self.progress.round, "evaluate")
+            self.engine.begin(self.served_round, "evaluate")
             arrays = self.algorithm.exhibits(self.state, self.engine, self._rng.at("exhibits"))
-            self.engine.begin(self.progress.round, "round")
+            self.engine.begin(self.served_round, "round")
         return arrays
 
     def client_arrays(self) -> dict[str, NDArray[Any]]:
@@ -398,6 +565,10 @@ class Trainer:
         self._check_fit(checkpoint)
         self.folder.cut_rows(checkpoint.plain["rows_bytes"])
         self.load(checkpoint)
+        if self._last is not None:  # training goes on where it ended
+            self._take(self._last)
+            self._last = None
+        self._judge()
         with contextlib.suppress(RunError):  # damaged: the map of the models starts again
             self.sketches.load(self.folder.arrays("artifacts/sketches.npz") or {})
 
@@ -412,9 +583,12 @@ class Trainer:
         self._check_fit(checkpoint)
         self.engine.begin(checkpoint.round, "round")
         try:
-            self.state = self.algorithm.state_type.restore(under("state."), plain["state"], self.engine.device)
-            self._check_state(self.state)
+            self.state = self._restored(under("state."), plain["state"])
             self.engine.load_memory(under("memory."))
+            other = plain.get("other")
+            if other is not None:
+                state = self._restored(under("other.state."), other["state"])
+                other = Moment(other["round"], state, under("other.memory."))
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
             raise unfit(self.folder.path, checkpoint.round, error) from error
         self.engine.ledger.entries = plain["ledger"]
@@ -430,6 +604,13 @@ class Trainer:
             score_rounds=list(plain["score_rounds"]),
             seconds=dict(plain["seconds"]),
         )
+        best = best_validated(self.progress.rows)[0]
+        self._best = other
+        if other is not None and other.round == checkpoint.round:  # a finished run, which serves an earlier round
+            self._last, self._best = other, Moment(best or 0, self.state, _copied(under("memory.")))
+            self.engine.begin(self.served_round, "round")
+        elif other is None and self.schedule.patience is not None and best == checkpoint.round:
+            self._best = Moment(best, self.state, _copied(under("memory.")))
         if plain.get("pending") is not None:
             self._pending = self._as_pending(plain["pending"], self.progress.labels[-2], is_evaluated=True)
         joined = self.engine.num_clients - len(self.state.labels)  # while the run was stopped
@@ -441,9 +622,19 @@ class Trainer:
         tensors, plain, clients = checkpoint.tensors, checkpoint.plain, self.engine.num_clients
         check_checkpoint(tensors, plain, checkpoint.round, clients, self.folder.path)
 
+    def _restored(self, tensors: dict[str, Tensor], plain: dict[str, Any]) -> Any:
+        """A state of a checkpoint, checked; older ones hold also what does not travel."""
+        travels = self.algorithm.travels(self.engine.task)
+        for name in ("common", "centers"):
+            if not bool(travels.all()) and name in tensors and tensors[name].shape[-1:] == travels.shape:
+                tensors[name] = tensors[name][..., travels]
+        state = self.algorithm.state_type.restore(tensors, plain, self.engine.device)
+        self._check_state(state)
+        return state
+
     def _check_state(self, state: Any) -> None:
         """Raise ValueError if the tensors of a state do not have the clients and parameters of this run."""
-        numbers, size = len(state.labels), self.engine.task.layout.size
+        numbers, size = len(state.labels), int(self.algorithm.travels(self.engine.task).sum())
         forms = {"common": ((size,), self.engine.dtype), "centers": ((len(state.centers), size), self.engine.dtype)}
         for name, (shape, dtype) in (forms | {"labels": ((numbers,), torch.int64)}).items():
             found = getattr(state, name)
@@ -455,6 +646,10 @@ class Trainer:
         for name in state.of_clients:
             if len(rows := getattr(state, name)) not in (0, numbers):
                 raise ValueError(f"{name} has {len(rows)} rows, and there are {numbers} clients")
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def attack_of(keys: Tensor, schedule: Schedule) -> Attack:
@@ -480,7 +675,7 @@ def scores_of(engine: Engine, evaluation: Request) -> dict[str, NDArray[Any]]:
     for chunk in engine.answers(evaluation):
         answered[chunk.positions.numpy()] = 1
         for name, values in chunk.answer.items():
-            scores = np.zeros(count, dtype=np.int64 if name == "samples" else np.float64)
+            scores = np.zeros(count, dtype=np.int64 if name.endswith("samples") else np.float64)
             found.setdefault(name, scores)[chunk.positions.numpy()] = values.cpu().numpy()
     if not found:
         return {"samples": np.zeros(count, dtype=np.int64), "loss": np.zeros(count)}

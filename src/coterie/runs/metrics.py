@@ -8,6 +8,7 @@ The names of its parameters say what it is computed from:
 
     accuracy, f1, loss, r2, samples   scores and number of test samples of the clients that have test samples [n]
     clusters                          clusters of these clients [n]; -1: not seen
+    valid_accuracy, valid_loss, valid_samples   the same of the clients that have validation samples [v]
     labels, groups                    clusters and true groups of the clients seen so far [m]
     before, after                     clusters of all clients before and after the round [N]; -1: not seen
     rows                              rows of all rounds: a metric of the whole run, for the summary
@@ -40,7 +41,8 @@ BOTTOM_CLIENTS = 5
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 SCORES = ("accuracy", "f1", "loss", "r2")  # of a client
 _OF_SCORES = (*SCORES, "samples", "clusters")
-_KNOWN = (*_OF_SCORES, "labels", "groups", "before", "after", "rows")
+_OF_VALIDATION = ("valid_accuracy", "valid_loss", "valid_samples")
+_KNOWN = (*_OF_SCORES, *_OF_VALIDATION, "labels", "groups", "before", "after", "rows")
 _FACTS = (
     *("round", "cohort", "spread", "cluster_sizes", "clients_met"),
     *("failures", "repairs", "decisions", "bytes", "seconds"),
@@ -163,9 +165,13 @@ def nested(values: Iterable[tuple[Metric, Any]]) -> dict[str, Any]:
 
 def of_scores(scores: Mapping[str, NDArray[Any]], labels: Ints | None = None) -> dict[str, Any]:
     """Inputs of metrics from an evaluation: the clients' scores [N] and labels [N]."""
-    has = scores["samples"] > 0
     known: dict[str, Any] = {**scores, "samples": scores["samples"].astype("int64"), "clusters": labels}
-    return {name: known[name][has] if has.any() and known.get(name) is not None else None for name in _OF_SCORES}
+
+    def of_those(has: NDArray[np.bool_], names: Sequence[str]) -> dict[str, Any]:
+        return {name: known[name][has] if has.any() and known.get(name) is not None else None for name in names}
+
+    validated = of_those(known["valid_samples"] > 0, _OF_VALIDATION) if "valid_samples" in known else {}
+    return of_those(known["samples"] > 0, _OF_SCORES) | validated
 
 
 def of_clusters(labels: Ints, groups: Ints | None) -> dict[str, Any]:
@@ -180,9 +186,13 @@ def measured(known: Mapping[str, Any]) -> dict[str, Any]:
     return _record((metric, metric.value(known)) for metric in METRICS.values() if known.keys() >= set(metric.needs))
 
 
-def summarized(rows: Sequence[Mapping[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a run: scores of the last evaluation, current clusters, and metrics of all rounds."""
-    last: Mapping[str, Any] = next((row for row in reversed(rows) if "accuracy" in row), {})
+def summarized(rows: Sequence[Mapping[str, Any]], known: Mapping[str, Any], round: int | None = None) -> dict[str, Any]:
+    """The metrics of a run: scores of the last evaluation, current clusters, and metrics of all rounds.
+
+    With `round`, the scores are those of that round instead.
+    """
+    evaluated = (row for row in reversed(rows) if "accuracy" in row and round in (None, row.get("round")))
+    last: Mapping[str, Any] = next(evaluated, {})
     known = {**known, "rows": rows}
     return _record(
         (metric, metric.value(known) if known.keys() >= set(metric.needs) else metric.read(last))
@@ -212,12 +222,15 @@ def micro(values: Floats, samples: Ints) -> float:
     return float((values * samples).sum() / samples.sum())
 
 
-def _register_means(score: str, label: str, about: str, shown: tuple[Where, ...], **options: Any) -> None:
+def _register_means(
+    score: str, label: str, about: str, shown: tuple[Where, ...], samples: str = "samples", **options: Any
+) -> None:
     """Register the macro mean of a score, shown in these places, and its micro mean."""
-    options |= {"line": label}
+    options = {"line": label} | options
     register_metric(f"{score}.macro", label, about, word="macro", shown=shown, needs=(score,), **options)(macro)
-    label, about, needs = f"{label}, micro", f"{about}, weighted by samples", (score, "samples")
+    label, about, needs = f"{label}, micro", f"{about}, weighted by samples", (score, samples)
     where: tuple[Where, ...] = ("summary", "table", "compare") if score == "accuracy" else ("summary",)
+    options |= {"panel": ""}
     register_metric(f"{score}.micro", label, about, word="micro", shown=where, needs=needs, **options)(micro)
 
 
@@ -273,6 +286,16 @@ _register_means("loss", "loss", "mean over clients", _NOT_PRINTED, format=Format
 _register_means(
     "r2", "R2", "mean over clients: 1 exact, 0 as good as a client's mean target", _NOT_PRINTED, format=Format(1, 4)
 )
+_CURVES: tuple[Where, ...] = ("summary", "curves")
+_validation = partial(_register_means, shown=_CURVES, samples="valid_samples")
+_validation(
+    "valid_accuracy",
+    "validation accuracy",
+    "mean over clients, own validation samples",
+    format=PERCENT,
+    panel="accuracy",
+)
+_validation("valid_loss", "validation loss", "mean over clients", format=Format(1, 4), better="low", panel="loss")
 
 
 # ---- agreement with the true groups, and churn ----
@@ -348,6 +371,27 @@ def churn(before: Ints, after: Ints) -> float:
 
 
 # ---- other parts of a row ----
+
+
+def best_validated(rows: Sequence[Mapping[str, Any]]) -> tuple[int | None, int]:
+    """The round with the lowest validation loss over all samples, and how many evaluations there were since.
+
+    Where clients keep their losses private, the one with the highest validation accuracy.
+
+    >>> losses = enumerate([2.0, 1.0, 1.5], 1)
+    >>> best_validated([{"round": n, "accuracy": {}, "valid_loss": {"micro": loss}} for n, loss in losses])
+    (2, 1)
+    """
+    best, least, since = None, float("inf"), 0
+    for row in rows:
+        if "accuracy" not in row:
+            continue
+        loss, accuracy = (METRICS[name].read(row) for name in ("valid_loss_micro", "valid_accuracy_micro"))
+        value = loss if loss is not None else float("inf") if accuracy is None else -accuracy
+        since += 1
+        if value < least:
+            best, least, since = row["round"], value, 0
+    return best, since
 
 
 def quantiles(scores: Mapping[str, NDArray[Any]]) -> dict[str, list[float]]:

@@ -5,6 +5,8 @@ class Loud(Observer):
         print(row["round"], row["accuracy"]["macro"])
 
 coterie.run("fesem", "rotated-digits", observer=Loud())       # or a plain function of the row
+
+An observer ends a run by raising `coterie.StopRun("the reason")` in `round`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from coterie.errors import StopRun
 
 Row = dict[str, Any]
 
@@ -34,7 +38,7 @@ class Observer:
         """Called before the first round of a new or resumed run."""
 
     def round(self, row: Row) -> None:
-        """Called after each round with its row of numbers."""
+        """Called after each round with its row of numbers; `StopRun` ends the run."""
 
     def end(self, summary: dict[str, Any] | None) -> None:
         """Called with the result, or with None if the run was stopped or failed."""
@@ -62,8 +66,14 @@ class Several(Observer):
             observer.begin(run)
 
     def round(self, row: Row) -> None:
+        stops: StopRun | None = None
         for listener in self._listeners:
-            (listener.round if isinstance(listener, Observer) else listener)(row)
+            try:
+                (listener.round if isinstance(listener, Observer) else listener)(row)
+            except StopRun as stop:  # after the others have seen the row
+                stops = stop
+        if stops is not None:
+            raise stops
 
     def end(self, summary: dict[str, Any] | None) -> None:
         for observer in self._observers:

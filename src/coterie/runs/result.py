@@ -51,7 +51,8 @@ class Result:
     @property
     def labels(self) -> Tensor:
         """The cluster of each client, int64 [N]; -1: not seen."""
-        return torch.from_numpy(self._trainer.progress.labels[-1])
+        labels: Tensor = self._trainer.state.labels
+        return labels.clone()
 
     @property
     def clusters(self) -> dict[str, int]:
@@ -60,9 +61,8 @@ class Result:
 
     @property
     def centers(self) -> Tensor:
-        """The models of the clusters, [K, P]."""
-        centers: Tensor = self._trainer.state.centers
-        return centers
+        """The models of the clusters, [K, P]; parts that stay with the clients are as in the initial weights."""
+        return self._trainer.algorithm.whole(self._trainer.engine.task, self._trainer.state.centers)
 
     def personal_model(self, client: str | int) -> nn.Module:
         """The network with the weights of this client, adapted if the method adapts; a `MixtureModel` if it mixes."""
@@ -102,7 +102,7 @@ class Result:
         trainer = self._trainer
         rng = Rng.seed(trainer.schedule.seed).at("assign")
         known = like_the_run(new_clients, trainer.federation)
-        round, groups = trainer.progress.round, trainer.groups()
+        round, groups = trainer.served_round, trainer.groups()
         there = None if groups is None else torch.from_numpy(groups)
         return onboard(trainer.algorithm, trainer.state, trainer.engine, known, round, rng, there)
 
@@ -165,8 +165,8 @@ def _columns_of(row: Row) -> Row:
 
 
 def personal_served(trainer: Trainer, client: int) -> Served:
-    """What a client is served with, as the last round evaluated it."""
-    who, round = torch.tensor([client]), trainer.progress.round
+    """What a client is served with, as it was evaluated."""
+    who, round = torch.tensor([client]), trainer.served_round
     trainer.engine.begin(round, "evaluate")
     personal = trainer.algorithm.personal(trainer.state, who)
     return next(personal_models(trainer.engine, personal, who, trainer.rng_of_evaluation(round)))[1]

@@ -85,6 +85,13 @@ class Schedule:
         None, "torch's seed for the first weights, whatever the seed of the run; by default they follow from it", ge=0
     )
     evaluate_every: int = setting(1, "evaluate every N rounds, and after the last one", ge=1, flag=True)
+    patience: int | None = setting(
+        None,
+        "stop after N evaluations without a better validation loss, and keep the best round",
+        ge=1,
+        flag=True,
+        default_is="all rounds are run, and the last one is kept",
+    )
     checkpoint_every: float = setting(30.0, "seconds between checkpoints; 0 saves every round", ge=0, flag=True)
     unseen: float = setting(0.0, "fraction of the clients held out and evaluated at the end", ge=0, lt=1, flag=True)
     dropout: float = setting(0.0, "simulated fraction of a cohort that fails to answer", ge=0, lt=1, flag=True)

@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from coterie import trust
 from coterie.errors import ConfigError, MissingExtra, UnknownName
 from coterie.runs.files import Files, reason
 from coterie.runs.metrics import metrics
 from coterie.runs.observers import Observer, Row, RunInfo
-from coterie.trust import write_whole
+from coterie.trust import load_plugin, plugins, write_whole
 
 _MOST_SIZES = 32  # with more clusters, sizes are not logged
 
@@ -192,7 +193,15 @@ class Tolerant(Observer):
 
 def trackers(names: list[str] | None, say: Callable[[str], None] = lambda text: None) -> list[Observer]:
     """The trackers of these names; an unknown or missing one is an error before anything runs."""
-    for name in names or []:
-        if name not in TRACKERS:
-            raise UnknownName("tracker", name, TRACKERS)
-    return [Tolerant(name, TRACKERS[name](), say) for name in dict.fromkeys(names or [])]
+    return [Tolerant(name, _made(name), say) for name in dict.fromkeys(names or [])]
+
+
+def _made(name: str) -> Observer:
+    """The tracker of a name, or of a plugin."""
+    make = TRACKERS[name] if name in TRACKERS else load_plugin(trust.TRACKERS, name, "tracker")
+    if make is None:
+        raise UnknownName("tracker", name, {*TRACKERS, *plugins(trust.TRACKERS)})
+    made = make()
+    if not isinstance(made, Observer):
+        raise ConfigError(f"tracker {name} must be an Observer. Got {type(made).__name__} instead.")
+    return made

@@ -91,6 +91,7 @@ class FlowerEngine(Engine):
 
     name = "flower"
     carries = True
+    remembers = False  # clients store their memory on their own disks
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from coterie.client.block import Models
-from coterie.client.steps import ClientStep, find_step
+from coterie.client.steps import ClientStep, answer_of, find_step
 from coterie.client.task import Task
 from coterie.client.work import SGD, from_dict
 from coterie.data.federation import Federation
@@ -82,7 +82,7 @@ class Site:
             refs = torch.arange(len(sent), device=engine.device)
             models = Models(table, refs.unsqueeze(0) if call.several else refs)
         with torch.no_grad(), engine.precision():
-            answer = step(block, models, work, **payload, **each)
+            answer = answer_of(step, block, models, work, **payload, **each)
         return dict(answer), block.gradients
 
     def _known(self, call: wire.Call) -> tuple[ClientStep, SGD]:

@@ -296,7 +296,7 @@ class RayEngine(Engine):
 
     def load_memory(self, tensors: Mapping[str, Tensor]) -> None:
         """See `Engine.load_memory`."""
-        self._kept |= {name: tensor.cpu() for name, tensor in tensors.items()}
+        self._kept = {name: tensor.cpu() for name, tensor in tensors.items()}
         self._kept_round = self.round
         for seat in self._seats:
             actor = seat.actor

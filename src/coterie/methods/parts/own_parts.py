@@ -1,32 +1,35 @@
 """Own parts: shared by methods whose clients send one part of the model and keep the other (a head, norm layers).
 
-The center is a whole model, but only its shared part is ever sent and averaged; the rest keeps the initial values. A
-client that has no part of its own yet, such as a newcomer, trains one on its training samples, with the shared part
-frozen, whenever it is evaluated.
+A method declares what stays with the clients (`keeps`). Only the shared part is sent, averaged, evaluated and saved;
+the center has no other entries. A client that has no part of its own yet, such as a newcomer, trains one on its
+training samples, with the shared part frozen, whenever it is evaluated.
+
+    @register
+    @dataclass(frozen=True)
+    class OwnEmbeddings(OwnParts):
+        key: ClassVar[str] = "own-embeddings"
+        keeps: ClassVar[PartOf] = named("embedding.*")
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie.client.block import Block, Mixture, Models
 from coterie.client.serving import Serving, serving
-from coterie.client.steps import Answer, ClientStep
+from coterie.client.steps import Answer, ClientStep, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD, Partial
 from coterie.engines.base import Engine
 from coterie.errors import ConfigError
-from coterie.methods.base import ClusterState, Personal
+from coterie.methods.base import ClusterState, PartOf, Personal
 from coterie.methods.fedavg import OneModel
 from coterie.randomness import Rng
-
-PartOf = Callable[[Task], Tensor]
-"""Which entries of a model are the client's own, bool [P]."""
 
 OWN_PART = "part"
 """The name under which a client remembers its part of the model."""
@@ -40,6 +43,22 @@ def head_of(task: Task) -> Tensor:
     mine = torch.zeros(task.layout.size, dtype=torch.bool)
     mine[task.layout.head] = True
     return mine
+
+
+def named(*patterns: str) -> PartOf:
+    """The entries of the parameters and float buffers whose names match one of these patterns: "head.*", "*norm*"."""
+
+    def part(task: Task) -> Tensor:
+        mine = torch.zeros(task.layout.size, dtype=torch.bool)
+        for slot in task.layout.slots:
+            if any(fnmatchcase(slot.name, pattern) for pattern in patterns):
+                mine[slot.start : slot.stop] = True
+        if not bool(mine.any()):
+            names = ", ".join(slot.name for slot in task.layout.slots)
+            raise ConfigError(f"No parameter is named {' or '.join(patterns)}. The network has {names}.")
+        return mine
+
+    return part
 
 
 def assembled(block: Block, shared: Tensor, mine: Tensor) -> Tensor:
@@ -66,13 +85,23 @@ def train_part(block: Block, models: Tensor, work: SGD, part: Tensor, purpose: s
     return torch.where(part.to(models.device), trained, models)
 
 
-def serving_with(name: str, part_of: PartOf) -> Serving:
+def training_with(name: str, keeps: PartOf, module: str) -> ClientStep:
+    """The step of clients that train the whole model, keep this part, and send the rest."""
+
+    def train_whole(block: Block, models: Models, work: SGD) -> Answer:
+        mine = keeps(block.task)
+        return keep_and_send(block, block.train(assembled(block, models.rows(), mine), work), mine)
+
+    train_whole.__module__ = module  # other processes import it from there
+    return client_step(name)(train_whole)
+
+
+def serving_with(name: str, keeps: PartOf, module: str) -> Serving:
     """How clients are served that keep this part: with the shared part that was sent, and their own one."""
 
-    @serving(name)
     def served(block: Block, models: Models, work: SGD) -> Mixture:
-        mine = part_of(block.task)
-        whole = assembled(block, models.rows()[:, ~mine.to(models.table.device)], mine)
+        mine = keeps(block.task)
+        whole = assembled(block, models.rows(), mine)
         count = int(mine.sum())
         known = block.memory.get(OWN_PART, whole.new_full((len(block), count), torch.nan))
         missing = known.isnan().any(1, keepdim=True)  # [c, 1]
@@ -80,7 +109,8 @@ def serving_with(name: str, part_of: PartOf) -> Serving:
             whole = torch.where(missing, train_part(block, whole, work, mine), whole)
         return Mixture.of_one(whole)
 
-    return served
+    served.__module__ = module
+    return serving(name)(served)
 
 
 # ---- at the server ----
@@ -90,37 +120,47 @@ def serving_with(name: str, part_of: PartOf) -> Serving:
 class OwnParts(OneModel):
     """One model on the server; each client keeps a part of it for itself."""
 
-    part_of: ClassVar[PartOf]
+    keeps: ClassVar[PartOf]
+    training: ClassVar[ClientStep]  # gets the shared part, and answers with `keep_and_send`; by default trains all
     serving: ClassVar[Serving]
-    training: ClassVar[ClientStep]  # gets the shared part, and answers with `keep_and_send`
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """A class that declares `keeps` has a client step and a way of serving, unless it has its own."""
+        super().__init_subclass__(**more)
+        if "keeps" in cls.__dict__:
+            home = cls.__module__
+            name = f"coterie.{cls.key}" if home.startswith("coterie.") else f"{home}.{cls.key}"
+            if "training" not in cls.__dict__:
+                cls.training = training_with(f"{name}:train", cls.keeps, home)
+            if "serving" not in cls.__dict__:
+                cls.serving = serving_with(f"{name}:served", cls.keeps, home)
 
     def payload(self) -> dict[str, Tensor]:
         """What is sent to all clients besides the shared part."""
         return {}
 
     def start(self, task: Task, engine: Engine, rng: Rng) -> ClusterState:
-        """The common model; ConfigError if nothing is left to share, or if the parts do not fit into memory."""
-        count = int(type(self).part_of(task).sum())
+        """The shared part; ConfigError if nothing is left to share, or if the parts do not fit into memory."""
+        shared = self.travels(task).to(engine.device)
+        count = int((~shared).sum())
         if count == task.layout.size:
             raise ConfigError(f"{type(self).__name__} leaves nothing to share in a network of one layer.")
         size = engine.num_clients * count * engine.dtype.itemsize
         engine.require_memory(
             size, f"{type(self).__name__} keeps a part of the model for each of {engine.num_clients} clients:"
         )
-        return super().start(task, engine, rng)
+        state = super().start(task, engine, rng)
+        return replace(state, common=state.common[shared], centers=state.centers[:, shared])
 
     def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
         """Clients train, the server averages the shared part."""
-        shared = ~type(self).part_of(engine.task).to(engine.device)
-        sent = state.centers[:, shared]
         refs = torch.zeros(len(cohort), dtype=torch.int64)
         work = self.work(engine)
         step = type(self).training
-        chunks = engine.call(step, cohort, models=sent, refs=refs, payload=self.payload(), work=work, rng=rng)
-        means, answered = self.averaged(chunks, torch.zeros_like(state.labels), sent, engine, weighting=self.weighting)
-        center = state.centers[0].clone()
-        center[shared] = means[0]
-        return self.next_state(state, center, answered)
+        chunks = engine.call(step, cohort, models=state.centers, refs=refs, payload=self.payload(), work=work, rng=rng)
+        one_cluster = torch.zeros_like(state.labels)
+        means, answered = self.averaged(chunks, one_cluster, state.centers, engine, weighting=self.weighting)
+        return self.next_state(state, means[0], answered)
 
     def personal(self, state: ClusterState, clients: Tensor) -> Personal:
         """The shared part of the center with the client's own part."""
