@@ -44,8 +44,9 @@ def compare(
     deviation over the seeds. The table also shows what each method costs: per-sample gradients computed by clients (in
     millions, including start and repairs), bytes down and up, bytes of the start, seconds.
 
-    With --scenarios, every method is run in every situation, and there is one table per number. The same command with
-    the --name of an earlier comparison continues it: finished runs are kept, interrupted ones are resumed.
+    With --scenarios, every method is run in every situation, and there is one table per number. The same command
+    continues a comparison that was stopped: finished runs are kept, interrupted ones are resumed. With the --name of a
+    finished one it adds methods, seeds and situations.
     """
     start_server(jobs)
     from coterie.cli.table import run_table

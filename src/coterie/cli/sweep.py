@@ -38,6 +38,7 @@ def sweep(
 
     Each combination is run with every method and seed, and is one row of the table. The fields are those of --set:
     work.lr=0.05,0.1 or run.participation=0.1,0.5 or scenario.alpha=1,10. A method without the field has one row.
+    The same command continues a sweep that was stopped.
     """
     start_server(jobs)
     from coterie.cli.table import run_table

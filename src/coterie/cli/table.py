@@ -39,6 +39,8 @@ def run_table(
     loader, data = Loader(), cases[0].experiment.dataset
     check_cases(cases, loader)
     root = Comparison.create(out, name, f"{verb}-{Path(data).stem}", cases, situations)
+    if root.is_continued:
+        say(f"continuing {root.path}", quiet or json_)
     try:
         with root.held():
             outcomes = _run(cases, root, jobs, track, loader, quiet or json_)
@@ -78,9 +80,8 @@ def _run(
                     found[outcome.case.title] = outcome
                     say(outcome_line(outcome, len(found), len(cases), left.left(outcome)), hidden)
     except (Interrupted, KeyboardInterrupt):
-        out = "" if root.path.parent == Path("runs") else f"--out {root.path.parent} "
-        how = f"continue with the same command and {out}--name {root.path.name}"
-        raise Interrupted(f"Stopped; {len(found)} of {len(cases)} runs are in {root.path}; {how}.") from None
+        there = f"Stopped; {len(found)} of {len(cases)} runs are in {root.path}"
+        raise Interrupted(f"{there}; the same command continues.") from None
     return [found[case.title] for case in cases]
 
 

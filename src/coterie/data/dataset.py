@@ -153,7 +153,7 @@ def find_preset(name: str, settings: Mapping[str, Any] | None = None) -> Preset:
         return known[name]
     from coterie.data.sources.files import is_path, preset_of_file
 
-    if is_path(name):
+    if is_path(name) or "path" in (settings or {}):
         return preset_of_file(Path(name), settings)
     raise UnknownName("dataset", name, known)
 

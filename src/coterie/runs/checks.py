@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import CheckpointError, RunError
-from coterie.runs.files import reason
+from coterie.runs.files import Files, reason
 from coterie.runs.metrics import METRICS, QUANTILES, SCORES
+
+if TYPE_CHECKING:  # readers of folders do not wait for torch
+    from coterie.data.federation import Federation
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -69,6 +72,61 @@ def _items(table: Any) -> Iterable[tuple[str, Any]]:
 
 def _shown(values: Mapping[tuple[str, str], Any], place: tuple[str, str]) -> str:
     return repr(values[place])[:80] if place in values else "missing"
+
+
+# ---- data ----
+
+
+def check_data(folder: Files, federation: Federation, digest: str, place: str | None) -> None:
+    """Raise if the data is not that of the run in a folder; says what differs. `place` is the user's file."""
+    before = folder.read_object("environment.json") or {}
+    if before.get("digest") == digest:
+        return
+    now = federation.manifest()
+    stored = folder.read_object("artifacts/manifest.json") or {}
+    which = place if place is not None else f"The data of {folder.path}"
+    raise RunError(
+        f"{which} has changed since the run in {folder.path} began: {difference(stored, now)}. Restore it, or name the "
+        "right file with --data PATH."
+    )
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between the data of two manifests, in words.
+
+    >>> difference({"clients": ["a", "b"]}, {"clients": ["a"]})
+    "client 'b' is missing"
+    """
+    try:
+        old, new = list(before.get("clients", [])), list(now["clients"])
+        for words, names in (("is missing", set(old) - set(new)), ("is new", set(new) - set(old))):
+            if names:
+                more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+                return f"client '{min(names)}' {words}{more}"
+        if old != new:
+            return "the clients are in another order"
+        told = []
+        for split in ("train", "valid", "test"):
+            told += [
+                f"client '{name}' has {b} {split} samples, not {a}"
+                for name, a, b in zip(old, before[split], now[split], strict=True)
+                if a != b
+            ]
+        if not told and before.get("label_counts") and now["label_counts"]:
+            told = [
+                f"client '{name}' has {b} training samples of class {place}, not {a}"
+                for name, x, y in zip(old, before["label_counts"], now["label_counts"], strict=True)
+                for place, (a, b) in enumerate(zip(x, y, strict=True))
+                if a != b
+            ]
+        if told:
+            return told[0] + (f", and {len(told) - 1} more such differences" if len(told) > 1 else "")
+        for key in ("groups", "views", "moves", "reserved"):
+            if before.get(key) != now[key]:
+                return f"its {key} are others"
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return "it cannot be compared"
+    return "sizes and labels are the same, but values of samples differ"
 
 
 # ---- checkpoints ----

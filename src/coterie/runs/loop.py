@@ -7,6 +7,7 @@ then complete one round later; until then it is pending, also in checkpoints.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ from coterie.runs.metrics import METRICS, cluster_sizes, measured, of_clusters, 
 from coterie.runs.observers import Listener, Row, Several
 from coterie.runs.settings import Schedule
 from coterie.settings import check
+
+log = logging.getLogger("coterie.runs")
 
 _SHOW_EVERY = 2.0  # seconds, at least, between two writes of the arrays that reports read
 _SHOW_SHARE = 50  # such a write may take one part in fifty of the time
@@ -325,6 +328,13 @@ class Trainer:
         self._saved_at = time.monotonic()
         if self.folder is None:
             return
+        # The arrays come first: a run that is killed in between resumes from the checkpoint before, and writes both.
+        self._show()
+        self.folder.save_checkpoint(self.snapshot())
+        log.debug("%s: checkpoint of round %d", self.folder.path, self.progress.round)
+
+    def snapshot(self) -> Checkpoint:
+        """Everything that is needed to go on after this round, besides the rows of the rounds."""
         tensors = {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
         tensors |= {f"memory.{name}": tensor for name, tensor in self.engine.memory_tensors().items()}
         tensors["history.labels"] = torch.from_numpy(self.label_history())
@@ -337,13 +347,12 @@ class Trainer:
             "score_rounds": self.progress.score_rounds,
             "seconds": self.progress.seconds,
             "notes": self.engine.notes,
-            "rows_bytes": self.folder.rows_bytes(),
+            "round": self.progress.round,
+            "rows_bytes": 0 if self.folder is None else self.folder.rows_bytes(),
             "settings": self._settings,
             "pending": None if self._pending is None else self._pending.row,
         }
-        # The arrays come first: a run that is killed in between resumes from the checkpoint before, and writes both.
-        self._show()
-        self.folder.save_checkpoint(Checkpoint(self.progress.round, tensors, plain))
+        return Checkpoint(self.progress.round, tensors, plain)
 
     def _show(self) -> None:
         """Write the arrays that reports read, during the run and after it."""
@@ -401,9 +410,9 @@ class Trainer:
         with contextlib.suppress(RunError):  # damaged: the map of the models starts again
             self.sketches.load(self.folder.arrays("artifacts/sketches.npz") or {})
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """As `restore`, without changing the folder."""
-        assert self.folder is not None
+    def load(self, checkpoint: Checkpoint, rows: list[Row] | None = None) -> None:
+        """As `restore`, without changing the folder; `rows` are those of the rounds, by default the folder's."""
+        rows = rows if self.folder is None or rows is not None else self.folder.rows()
         tensors, plain = checkpoint.tensors, checkpoint.plain
 
         def under(prefix: str) -> dict[str, Tensor]:
@@ -416,7 +425,7 @@ class Trainer:
             self._check_state(self.state)
             self.engine.load_memory(under("memory."))
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-            raise unfit(self.folder.path, checkpoint.round, error) from error
+            raise unfit(self._place, checkpoint.round, error) from error
         self.engine.ledger.entries = plain["ledger"]
         self.engine.failures[:] = [Failure(**values) for values in plain["failures"]]
         self.engine.notes[:] = list(dict.fromkeys([*plain["notes"], *self.engine.notes]))
@@ -424,7 +433,7 @@ class Trainer:
         count = len(plain["score_rounds"])
         self.progress = Progress(
             round=checkpoint.round,
-            rows=self.folder.rows()[: checkpoint.round],
+            rows=(rows or [])[: checkpoint.round],
             labels=list(tensors["history.labels"].numpy()),
             scores=[{name: values[i] for name, values in history.items()} for i in range(count)],
             score_rounds=list(plain["score_rounds"]),
@@ -436,10 +445,13 @@ class Trainer:
         if joined > 0:
             self.state = self.state.with_more_clients(joined)
 
+    @property
+    def _place(self) -> object:
+        return "memory" if self.folder is None else self.folder.path
+
     def _check_fit(self, checkpoint: Checkpoint) -> None:
-        assert self.folder is not None
         tensors, plain, clients = checkpoint.tensors, checkpoint.plain, self.engine.num_clients
-        check_checkpoint(tensors, plain, checkpoint.round, clients, self.folder.path)
+        check_checkpoint(tensors, plain, checkpoint.round, clients, self._place)
 
     def _check_state(self, state: Any) -> None:
         """Raise ValueError if the tensors of a state do not have the clients and parameters of this run."""
