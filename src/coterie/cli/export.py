@@ -77,7 +77,9 @@ def export(
     if json_:
         print(json.dumps(told | ({} if all_ else _contents(place, format))))
     elif all_:
-        print(safe_text(f"{place}: {told['files']} models of {len(told['clients'])} clients; {INDEX} says which is whose"))
+        print(
+            safe_text(f"{place}: {told['files']} models of {len(told['clients'])} clients; {INDEX} says which is whose")
+        )
     else:
         print(safe_text(f"{place}: {_how_to_load(place, format)}"))
         print(safe_text(f"inputs: {told['metadata']['inputs']}"))

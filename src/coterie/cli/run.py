@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,11 +24,10 @@ from coterie.cli.flags import (
 from coterie.cli.output import RoundProgress, clock, decision_lines, say, stdout, stop_on_ctrl_c, summary_table
 from coterie.client.settings import WorkSettings
 from coterie.errors import Interrupted
-from coterie.runs.settings import AUTO, ClusterSettings, RunSettings, Schedule, Tables, merge
+from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables
 from coterie.views.words import safe_text
 
 if TYPE_CHECKING:
-    from coterie.runs.choose_k import Choice
     from coterie.runs.experiment import Experiment
     from coterie.runs.folder import RunFolder
     from coterie.runs.observers import Observer
@@ -46,36 +44,17 @@ def run(
     quiet: QuietFlag = False,
 ) -> None:
     """Train one method on one dataset. The defaults need no download: coterie on rotated-digits."""
+    from coterie.runs.choose_k import with_chosen_k
     from coterie.runs.folder import RunFolder
     from coterie.runs.trackers import trackers
 
     also = trackers(track, say)
-    experiment, choice = with_chosen_k(tables, quiet or json_)
+    experiment, choice = with_chosen_k(tables, lambda text: say(text, quiet or json_))
     folder = RunFolder.create(out, name, experiment.default_name, experiment.tables())
     if choice is not None:
         folder.write_json("artifacts/choose-k.json", choice.to_dict())
     say(_opening(experiment), quiet or json_)
     run_to_end(experiment, folder, json_, quiet, also)
-
-
-def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Choice | None]:
-    """The experiment; if its number of clusters is 'auto', the number is chosen first."""
-    from coterie.runs.experiment import resolve
-
-    if tables["algorithm"].get("num_clusters") != AUTO:
-        return resolve(tables).loaded(), None
-    trial = resolve(merge(tables, {"algorithm": {"num_clusters": 1}})).loaded()
-    if not hasattr(trial.algorithm, "num_clusters"):
-        return trial, None  # a note says that clusters are not used
-    if type(trial.algorithm).num_clusters == AUTO:  # the method finds it in the run
-        return resolve(tables).loaded(), None
-    from coterie.runs.choose_k import choose_k
-
-    say(f"choosing the number of clusters of {trial.dataset}", hidden)
-    choice = choose_k(trial, last=None)
-    experiment = resolve(merge(tables, {"algorithm": {"num_clusters": choice.recommended}}))
-    say(f"chosen: {choice.recommended} clusters, because {choice.reason}", hidden)
-    return replace(experiment, data=trial.data), choice
 
 
 def resume(

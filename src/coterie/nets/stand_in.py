@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coterie.errors import ModelError
 from coterie.nets.flat import Layout
 
 
@@ -20,8 +21,8 @@ class StandIn(nn.Module):
     output_bias = False  # whether the last parameters are added to the outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """A description cannot compute."""
-        raise NotImplementedError
+        """Raises: a description cannot compute."""
+        raise ModelError("This network has its weights, but not its code; open the run with model=... to compute.")
 
 
 def describe(module: nn.Module, output_bias: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
@@ -42,7 +43,10 @@ def describe(module: nn.Module, output_bias: bool = False) -> tuple[dict[str, An
         tensors.append(entry | {"kind": kind, "trained": same in trained, "saved": name in saved, "same": same})
         if same == name and name not in trained and (kind == "parameter" or not tensor.is_floating_point()):
             rest[name] = tensor.detach().cpu().clone()
-    facts = {"modules": [name for name, _ in module.named_modules(remove_duplicate=False) if name], "tensors": tensors}
+    facts: dict[str, Any] = {
+        "modules": [name for name, _ in module.named_modules(remove_duplicate=False) if name],
+        "tensors": tensors,
+    }
     facts["output_bias"] = output_bias
     made = rebuild(facts, rest)
     if list(made.state_dict()) != list(saved) or Layout.of(made) != Layout.of(module):

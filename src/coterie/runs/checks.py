@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 from coterie.errors import CheckpointError, RunError
 from coterie.runs.files import Files, reason
 from coterie.runs.metrics import METRICS, QUANTILES, SCORES
+from coterie.runs.settings import Schedule
+from coterie.settings import fields_of
 
 if TYPE_CHECKING:  # readers of folders do not wait for torch
     from coterie.data.federation import Federation
@@ -58,6 +61,25 @@ def check_settings(stored: Any, now: Mapping[str, Any], where: object, override:
             f"The settings of {where} were changed since its last checkpoint: {'; '.join(told)}. Restore them, or say "
             "--override (in Python override=True) to use the new ones."
         )
+
+
+def check_same(
+    path: Path, there: Mapping[str, Any], here: Mapping[str, Any], ignored: Collection[str], option: str
+) -> None:
+    """Raise if the settings in a folder are not those asked for; `ignored` are fields of [run] that may differ.
+
+    A field of [run] that an earlier version did not write has its default there.
+    """
+    defaults = {name: field.default for name, field in fields_of(Schedule).items()}
+    for table in here:
+        own, other = here[table], there.get(table, {})
+        for key in sorted({*own, *other} - ({*ignored} if table == "run" else set())):
+            before = other.get(key, defaults.get(key) if table == "run" else None)
+            if own.get(key) != before:
+                raise RunError(
+                    f"{path} has other settings: {table}.{key} is {before!r} there and {own.get(key)!r} here. "
+                    f"Choose another {option}, or give the settings of the first command."
+                )
 
 
 def plain_settings(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from coterie.client.work import SGD
 from coterie.data.dataset import Dataset, find_preset, source_class
 from coterie.data.federation import Federation
 from coterie.data.scenario import Scenario
-from coterie.errors import UnknownName
+from coterie.errors import ConfigError, UnknownName
 from coterie.methods.base import Algorithm, find_algorithm, is_registered
 from coterie.nets.flat import LOSSES, Loss
 from coterie.nets.registry import Builder, ModelMaker, find_model, model_settings
@@ -208,6 +208,34 @@ def resolve(tables: Tables) -> Experiment:
         device=run.device,
         data_dir=run.data_dir or None,
         engine_settings=tables["engine"],
+        notes=notes,
+    )
+
+
+def resolve_own(tables: Tables, data: Federation) -> Experiment:
+    """The experiment of settings over a federation: it has a partition, and no defaults of its own."""
+    tables = merge(tables)
+    run, schedule = build_run(tables["run"])
+    for name, given in {"clients": run.clients, "scenario": run.scenario, "data_dir": run.data_dir}.items():
+        if given is not None:
+            raise ConfigError(f"{name} is for named datasets and files; the federation {data.name} has its clients.")
+    algorithm_class, notes = find_algorithm(run.algorithm), list[str]()
+    if "num_clusters" in tables["algorithm"] and "num_clusters" not in fields_of(algorithm_class):
+        tables["algorithm"].pop("num_clusters")
+        notes.append(f"{run.algorithm} has no clusters; clusters is ignored")
+    return Experiment(
+        algorithm=build(algorithm_class, tables["algorithm"], "algorithm"),
+        algorithm_name=run.algorithm,
+        dataset=data.name,
+        model=run.model or "mlp",
+        model_settings=tables["model"],
+        work=build(SGD, tables["work"], "work"),
+        schedule=schedule,
+        loss=run.loss,
+        engine=run.engine,
+        device=run.device,
+        engine_settings=tables["engine"],
+        data=data,
         notes=notes,
     )
 

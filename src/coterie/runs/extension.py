@@ -35,7 +35,9 @@ def extended(folder: RunFolder, experiment: Experiment, rounds: int, override: b
     if summary is not None and done != summary["rounds"]:
         raise RunError(f"{folder.path} cannot be extended: the checkpoint of its last round is not there.")
     if summary is not None and done < before:
-        raise RunError(f"{folder.path} ended by its own rule after {done} of {before} rounds; it has nothing left to do.")
+        raise RunError(
+            f"{folder.path} ended by its own rule after {done} of {before} rounds; it has nothing left to do."
+        )
     if rounds <= done:
         raise RunError(f"{folder.path} has done {done} rounds; --rounds must be larger. Got {rounds} instead.")
     note = sentence(experiment, done, rounds)
@@ -67,9 +69,9 @@ def check_unchanged(folder: RunFolder, checkpoint: Checkpoint, override: bool) -
     """Raise if the settings of a folder are not those of its checkpoint, unless it was extended."""
     stored, config = checkpoint.plain.get("settings"), folder.config()
     rounds = config["run"].get("rounds")
-    if isinstance(stored, dict) and isinstance(stored.get("run"), dict):
-        if any(entry.get("to") == rounds for entry in _entries(folder)):
-            stored = stored | {"run": stored["run"] | {"rounds": rounds}}
+    is_extended = any(entry.get("to") == rounds for entry in _entries(folder))
+    if is_extended and isinstance(stored, dict) and isinstance(stored.get("run"), dict):
+        stored = stored | {"run": stored["run"] | {"rounds": rounds}}
     check_settings(stored, config, folder.path, override)
 
 

@@ -325,7 +325,9 @@ class RunFolder(Files):
 def check_name(name: str | None) -> None:
     """Raise ConfigError unless the name of a folder is one: no path that leads elsewhere."""
     if name is not None and (name in ("", ".", "..") or any(sign in name for sign in ("/", "\\", "\0"))):
-        raise ConfigError(f"--name must be the name of a folder, without slashes; --out says where. Got {name!r} instead.")
+        raise ConfigError(
+            f"--name must be the name of a folder, without slashes; --out says where. Got {name!r} instead."
+        )
 
 
 def _is_left_over(path: Path) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from coterie.client.task import Task
 from coterie.client.work import SGD
-from coterie.data.federation import SPLITS, Federation, Move, Split
+from coterie.data.federation import Federation, Move, Split
 from coterie.errors import ModelError, RunError
 from coterie.methods.base import Personal
 from coterie.nets.flat import Layout, Loss, flatten
@@ -117,7 +117,9 @@ class Network:
             std=std,
             class_names=tuple(map(str, facts["class_names"])),
             moves=tuple(Move(int(move["round"]), still, groups(move["groups"])) for move in moves),
-            **{split: sized(split) for split in SPLITS},
+            train=sized("train"),
+            valid=sized("valid"),
+            test=sized("test"),
         )
 
     def task(self, work: SGD, loss: Loss, seed: int, first: int | None, model: str | Builder | None) -> Task:

@@ -25,7 +25,7 @@ from coterie.nets.flat import Loss, cross_entropy
 from coterie.nets.registry import Builder, models
 from coterie.runs.checks import check_data
 from coterie.runs.execution import participants, plan_of
-from coterie.runs.experiment import Experiment, find_loss, resolve
+from coterie.runs.experiment import Experiment, find_loss, resolve, resolve_own
 from coterie.runs.extension import check_unchanged
 from coterie.runs.folder import Checkpoint, RunFolder
 from coterie.runs.kept import Network
@@ -77,8 +77,7 @@ def stored_experiment(folder: RunFolder, given: Given | None = None, *, trust: b
             f"{folder.path} was started from Python with its own {' and '.join(missing)}; "
             f"give it again there: coterie.run(..., {again}, resume=True) or coterie.open_run(path, {again})."
         )
-    is_data = isinstance(given.data, Federation)
-    if not is_data:
+    if not isinstance(given.data, Federation):
         _find_data(folder, tables, given.data)
     check_trust(tables, folder.path, trust, given.fields)
     for key in ("model", "loss"):
@@ -89,44 +88,27 @@ def stored_experiment(folder: RunFolder, given: Given | None = None, *, trust: b
         for key in ("algorithm", "model", "loss", "work", "data")
         if (value := getattr(given, key)) is not None and not isinstance(value, str | Path)
     }
-    return replace(_without_data(tables, objects) if is_data else _resolved(tables, objects), **objects)
+    if isinstance(given.data, Federation):
+        return with_objects(resolve_own(_named(tables, objects), given.data), tables, objects)
+    return with_objects(resolve(_named(tables, objects)), tables, objects)
 
 
-def _resolved(tables: Tables, objects: Mapping[str, Any]) -> Experiment:
-    """The experiment of settings; names of objects that are given are not looked up."""
-    run = dict(tables["run"])
-    settings = tables["model"]
-    if "model" in objects:
-        run.pop("model", None)
-        tables = tables | {"model": {}}
-    if "loss" in objects:
-        run.pop("loss", None)
-    if "algorithm" in objects:
-        run["algorithm"] = "fedavg"
-        tables = tables | {"algorithm": {}}
-    found = resolve(tables | {"run": run})
-    return replace(found, model_settings=settings) if "model" in objects else found
+def _named(tables: Tables, objects: Mapping[str, Any]) -> Tables:
+    """The settings without the names of objects that are given, which may not be known here."""
+    run = {key: value for key, value in tables["run"].items() if key not in objects or key == "algorithm"}
+    empty = [table for table in ("algorithm", "model", "work") if table in objects]
+    found = tables | {table: {} for table in empty} | {"run": run}
+    return merge(found, {"run": {"algorithm": "fedavg"}}) if "algorithm" in objects else found
 
 
-def _without_data(tables: Tables, objects: Mapping[str, Any]) -> Experiment:
-    """The experiment of settings whose federation is given."""
-    run, schedule = build_run(tables["run"])
-    algorithm = objects.get("algorithm")
-    if algorithm is None:
-        algorithm = build(find_algorithm(run.algorithm), tables["algorithm"], "algorithm")
-    return Experiment(
-        algorithm=algorithm,
-        algorithm_name=run.algorithm,
-        dataset=run.dataset,
-        model=run.model or "mlp",
-        model_settings=tables["model"],
-        work=objects["work"] if "work" in objects else build(SGD, tables["work"], "work"),
-        schedule=schedule,
-        loss=run.loss,
-        engine=run.engine,
-        device=run.device,
-        engine_settings=tables["engine"],
-    )
+def with_objects(experiment: Experiment, tables: Tables, objects: Mapping[str, Any]) -> Experiment:
+    """The experiment with objects in place of what settings name."""
+    more: dict[str, Any] = dict(objects)
+    if "algorithm" in more:
+        more["algorithm_name"] = more["algorithm"].key
+    if "model" in more:
+        more["model_settings"] = tables.get("model", {})
+    return replace(experiment, **more)
 
 
 def _find_data(folder: RunFolder, tables: Tables, data: str | Path | Federation | None) -> None:
@@ -155,37 +137,42 @@ def open_run(
     given: Given | None = None,
     *,
     with_data: bool = True,
-    with_network: bool = True,
+    with_network: bool | None = True,
     trust: bool = False,
     override: bool = False,
 ) -> Result:
     """A finished run, from its folder, which is not changed.
 
     Without data there are its numbers, labels, centers and the personal models that the folder keeps, and it can take
-    in new clients. Without its network, models have weights, but cannot compute; no code of the user is imported.
+    in new clients. Without its network, models have weights, but cannot compute; no code of the user is imported. With
+    None, the network is there if coterie has it or it is given.
     `trust`: see `check_trust`. `override`: the settings may differ from those of the checkpoint.
     """
     folder, given = RunFolder.open(Path(path)), given or Given()
     summary = folder.summary()
     if summary is None:
         raise RunError(f"{path} is not finished. Resume it with 'coterie resume {path}'.")
-    checkpoint, problems = folder.load_checkpoint()
-    if checkpoint is not None:
-        check_unchanged(folder, checkpoint, override)
-    damaged = " ".join([f"The last checkpoint of {path} is missing or damaged.", *problems[:1]])
+    found, _ = folder.load_checkpoint()
+    if found is not None:
+        check_unchanged(folder, found, override)
     if with_data and not tables_of(folder)[2]:
-        experiment = stored_experiment(folder, given, trust=trust).loaded()
-        data = experiment.federation()
-        check_data(folder, data, data.digest(), experiment.place_of_data)
-        if checkpoint is None or checkpoint.round != summary["rounds"]:
-            raise CheckpointError(damaged)
-        return _with_data(folder, experiment, summary, checkpoint)
-    if checkpoint is None or checkpoint.round != summary["rounds"]:
-        raise CheckpointError(damaged)
-    return _without(folder, given, summary, checkpoint, with_network, trust)
+        return opened(folder, stored_experiment(folder, given, trust=trust))
+    return _without(folder, given, summary, _last_checkpoint(folder, summary), with_network, trust)
 
 
-def _with_data(folder: RunFolder, experiment: Experiment, summary: dict[str, Any], checkpoint: Checkpoint) -> Result:
+def _last_checkpoint(folder: RunFolder, summary: Mapping[str, Any]) -> Checkpoint:
+    found, problems = folder.load_checkpoint()
+    if found is None or found.round != summary["rounds"]:
+        raise CheckpointError(" ".join([f"The last checkpoint of {folder.path} is missing or damaged.", *problems[:1]]))
+    return found
+
+
+def opened(folder: RunFolder, experiment: Experiment) -> Result:
+    """The finished run of this experiment, with its data."""
+    experiment, summary = experiment.loaded(), folder.summary() or {}
+    data = experiment.federation()
+    check_data(folder, data, data.digest(), experiment.place_of_data)
+    checkpoint = _last_checkpoint(folder, summary)
     if experiment.device.startswith("cuda") and not torch.cuda.is_available():
         experiment = replace(experiment, device="cpu")
     federation, held_out = participants(experiment)
@@ -203,13 +190,17 @@ def _without(
     given: Given,
     summary: dict[str, Any],
     checkpoint: Checkpoint,
-    with_network: bool,
+    with_network: bool | None,
     trust: bool,
 ) -> Result:
     tables, _, _ = tables_of(folder)
     network = Network(folder)
     if not network.is_there:
-        raise RunError(f"{folder.path} does not say what its network is: an earlier version wrote it. Open it with data.")
+        raise RunError(
+            f"{folder.path} does not say what its network is: an earlier version wrote it. Open it with data."
+        )
+    if with_network is None:
+        with_network = trust or given.model is not None or network.name in models()
     if not with_network:  # nothing of it is imported
         tables["run"].pop("loss", None)
     else:
@@ -236,7 +227,12 @@ def _without(
 
 
 def open_models(
-    path: str | Path, given: Given | None = None, *, with_network: bool = True, trust: bool = False, override: bool = False
+    path: str | Path,
+    given: Given | None = None,
+    *,
+    with_network: bool = True,
+    trust: bool = False,
+    override: bool = False,
 ) -> Result:
     """A finished run for its models: without its data, unless an earlier version wrote the folder."""
     with_data = not Network(RunFolder.open(Path(path))).is_there

@@ -95,7 +95,8 @@ class Result:
         if client in held_out and self.unseen is not None:
             return next(self.unseen.models(torch.tensor([held_out.index(str(client))])))[1]
         if not self.has_data and self._trainer.folder is not None:
-            kept = kept_personal(self._trainer.folder, names[client] if client in range(len(names)) else str(client))
+            is_number = isinstance(client, int) and 0 <= client < len(names)
+            kept = kept_personal(self._trainer.folder, names[int(client)] if is_number else str(client))
             if kept is not None:
                 return kept
         number = names.index(client) if isinstance(client, str) and client in names else client
@@ -105,8 +106,8 @@ class Result:
             raise ConfigError(f"There is no client {client!r}. Clients are {names[0]} ... {names[-1]}.{hint}")
         if not self.has_data and not is_in_table(self._personal(number)):
             raise NotKept(
-                f"The model of {names[number]} is not in {self.path}: the client makes it of its own data. Open the run "
-                "with its data, or keep such models in the folder (--set run.keep_models=MB, when the run is started)."
+                f"The model of {names[number]} is not in {self.path}: the client makes it of its own data. Open the "
+                "run with its data, or keep such models in the folder (--set run.keep_models=MB, at its start)."
             )
         return personal_served(self._trainer, number)
 
@@ -243,7 +244,6 @@ class Result:
             f"accuracy {accuracy['macro']:.4f}" if accuracy else f"loss {loss['macro']:.4f}" if loss else "no scores"
         )
         return f"<Result of {self.summary['algorithm']} on {self.summary['dataset']}: {score}>"
-
 
     # ---- pickling ----
 
