@@ -70,9 +70,9 @@ def export(
     try:
         told = write()
     except NotKept:
-        result = open_run(path, given, trust=trust, override=override)  # where the data is at hand, it is made again
-        if not result.has_data:
+        if result.is_deployed:
             raise
+        result = open_run(path, given, trust=trust, override=override)  # where the data is at hand, it is made again
         told = write()
     if json_:
         print(json.dumps(told | ({} if all_ else _contents(place, format))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 import platform
 import sys
@@ -29,6 +30,8 @@ from coterie.runs.observers import Listener, RunInfo, Several
 from coterie.runs.result import Result
 from coterie.settings import check
 from coterie.version import VERSION
+
+log = logging.getLogger("coterie.runs")
 
 _KEPT = ("chunk", "memory", "precision", "plan", "piece", "workers", "cpus")  # of the plan, by a resumed run
 
@@ -109,6 +112,11 @@ def _train(
             folder.cut_rows(0)
     name, path = (experiment.default_name, None) if folder is None else (folder.path.name, folder.path)
     settings = experiment.tables() if folder is None else folder.config()
+    title = f"{name}: {experiment.algorithm_name} on {experiment.dataset}, {len(federation)} clients"
+    planned = f"seed {schedule.seed}, round {trainer.progress.round} of {schedule.rounds}"
+    log.info("%s, %s, %s", title, experiment.model_name, planned)
+    for note in engine.notes:
+        log.info("%s: %s", name, note)
     observers.begin(RunInfo(name, settings, path, trainer.progress.round))
     result = Result(trainer, {}, held_out)
     try:
@@ -122,6 +130,8 @@ def _train(
             "inputs": everyone.scaling,
         }
         result.summary = finish(trainer, head, folder, experiment.engine, digest, newcomers)
+        if folder is not None:
+            keep_personal(folder, trainer, newcomers)  # after the summary: it is no part of the run's traffic
     except BaseException as error:
         observers.end(None)
         is_first = checkpoint is not None and trainer.progress.round <= checkpoint.round + 1
@@ -130,6 +140,8 @@ def _train(
             assert checkpoint is not None
             raise unfit(folder.path, checkpoint.round, error) from error  # the first use of what was stored
         raise
+    score = result.summary["accuracy"] or result.summary["loss"] or {}
+    log.info("%s: finished after %d rounds, %s", name, result.summary["rounds"], score.get("macro"))
     observers.end(result.summary)
     return result
 
@@ -158,7 +170,6 @@ def finish(
         folder.write_json("artifacts/failures.json", [vars(failure) for failure in engine.failures])
         if newcomers is not None:
             folder.write_json("artifacts/unseen.json", newcomers.rows())
-        keep_personal(folder, trainer, newcomers)  # after the summary was made: it is no part of the run's traffic
         folder.write_json("summary.json", summary)
     return summary
 

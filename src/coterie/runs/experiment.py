@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,8 @@ from coterie.randomness import Rng
 from coterie.runs.settings import RunSettings, Schedule, Tables, build_run, merge
 from coterie.settings import build, fields_of, values_of
 from coterie.trust import import_object, spec_of
+
+log = logging.getLogger("coterie.data")
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,9 @@ class Experiment:
         """The samples before they belong to clients."""
         folder = None if self.data_dir is None else Path(self.data_dir)
         found: Dataset = self.source.load(self.clients, self._data_rng, folder)
+        log.info(
+            "%s: %d samples of shape %s, %d classes", self.dataset, len(found), found.input_shape, found.num_classes
+        )
         return found
 
     @property

@@ -5,6 +5,7 @@ config.toml gets the new number of rounds, and `artifacts/extended.json` says wh
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from coterie.errors import RunError
 from coterie.runs.checks import check_data, check_settings
 from coterie.runs.experiment import Experiment
 from coterie.runs.folder import Checkpoint, RunFolder, to_toml
+
+log = logging.getLogger("coterie.runs")
 
 FILE = "artifacts/extended.json"
 
@@ -40,17 +43,24 @@ def extended(folder: RunFolder, experiment: Experiment, rounds: int, override: b
         )
     if rounds <= done:
         raise RunError(f"{folder.path} has done {done} rounds; --rounds must be larger. Got {rounds} instead.")
-    note = sentence(experiment, done, rounds)
-    entry = {"after": done, "from": before, "to": rounds, "note": note}
-    folder.write_json(FILE, [*_entries(folder), entry])
-    config = folder.config()
-    folder.write_text("config.toml", to_toml(config | {"run": config["run"] | {"rounds": rounds}}))
-    folder.place("summary.json").unlink(missing_ok=True)
+    note = record(folder, experiment, done, rounds)
     schedule = replace(experiment.schedule, rounds=rounds)
     return replace(experiment, schedule=schedule, notes=[*experiment.notes, note])
 
 
-def sentence(experiment: Experiment, done: int, rounds: int) -> str:
+def record(folder: RunFolder, experiment: Experiment, done: int, rounds: int) -> str:
+    """Write to the folder of an experiment that it goes on to more rounds after `done`; the sentence about it."""
+    note = _sentence(experiment, done, rounds)
+    entry = {"after": done, "from": experiment.schedule.rounds, "to": rounds, "note": note}
+    folder.write_json(FILE, [*_entries(folder), entry])
+    config = folder.config()
+    folder.write_text("config.toml", to_toml(config | {"run": config["run"] | {"rounds": rounds}}))
+    folder.place("summary.json").unlink(missing_ok=True)
+    log.info("%s: %s", folder.path, note)
+    return note
+
+
+def _sentence(experiment: Experiment, done: int, rounds: int) -> str:
     """What extending a run after `done` rounds means for its result."""
     head = f"extended from {experiment.schedule.rounds} to {rounds} rounds after round {done}"
     whole = f"one run of {rounds} rounds"

@@ -39,8 +39,8 @@ _TYPES = {"uint8": torch.uint8, "int64": torch.int64, "float32": torch.float32}
 # ---- the network ----
 
 
-def write_network(folder: RunFolder, task: Task, federation: Federation) -> None:
-    """Describe the network of a run and the data it takes."""
+def write_network(folder: RunFolder, task: Task, federation: Federation, inputs: str | None = None) -> None:
+    """Describe the network of a run and the data it takes; `inputs` says it in words, where only sites know it."""
     made = task.make
     found = describe(task.module, task.output_bias is not None)
     facts = {
@@ -56,11 +56,18 @@ def write_network(folder: RunFolder, task: Task, federation: Federation) -> None
         "num_classes": task.num_classes,
         "class_names": list(federation.class_names),
         "target_shape": list(federation.y.shape[1:]),
+        **({} if inputs is None else {"inputs": inputs}),
         "tensors": None if found is None else found[0],
     }
     if found is not None and found[1]:
         folder.write_tensors(REST, found[1])
     folder.write_json(NETWORK, facts)
+
+
+def inputs_of(folder: RunFolder) -> dict[str, str]:
+    """How inputs are scaled, where only sites know it."""
+    said = (folder.read_object(NETWORK) or {}).get("inputs")
+    return {} if said is None else {"inputs": str(said)}
 
 
 class Network:
@@ -193,7 +200,7 @@ def keep_personal(folder: RunFolder, trainer: Trainer, newcomers: Newcomers | No
 
 def _everyone(trainer: Trainer, newcomers: Newcomers | None) -> Iterator[tuple[str, Served]]:
     """Names of clients and what they are served with: members if the state does not say it, and newcomers."""
-    engine, round = trainer.engine, trainer.progress.round
+    engine, round = trainer.engine, trainer.served_round
     everyone = torch.arange(len(trainer.state.labels))
     personal = trainer.algorithm.personal(trainer.state, everyone)
     if not is_in_table(personal):

@@ -35,7 +35,7 @@ from coterie.runs.observers import Listener, Row, Several
 from coterie.runs.settings import Schedule
 from coterie.settings import check
 
-log = logging.getLogger("coterie.runs")
+log, methods = logging.getLogger("coterie.runs"), logging.getLogger("coterie.methods")
 
 _SHOW_EVERY = 2.0  # seconds, at least, between two writes of the arrays that reports read
 _SHOW_SHARE = 50  # such a write may take one part in fifty of the time
@@ -125,6 +125,11 @@ class Trainer:
             arrays = self.method_exhibits()
             if arrays:
                 self.folder.write_arrays("artifacts/method.npz", arrays)
+
+    @property
+    def served_round(self) -> int:
+        """The round whose models are served: the last one."""
+        return self.progress.round
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -218,6 +223,7 @@ class Trainer:
 
     def _report(self, rows: list[Row]) -> None:
         for row in rows:
+            _log_round(row)
             self._observer.round(row)
 
     def welcome(self) -> int:
@@ -467,6 +473,17 @@ class Trainer:
         for name in state.of_clients:
             if len(rows := getattr(state, name)) not in (0, numbers):
                 raise ValueError(f"{name} has {len(rows)} rows, and there are {numbers} clients")
+
+
+def _log_round(row: Row) -> None:
+    """Log a round and what the method did in it."""
+    score = row.get("accuracy") or row.get("loss") or {}
+    shown = "not evaluated" if score.get("macro") is None else f"{score['macro']:.4f}"
+    log.debug("round %d: %s, cluster sizes %s", row["round"], shown, row["cluster_sizes"])
+    for repair in row["repairs"]:
+        methods.info("round %d: repair, %s", row["round"], repair.get("reason"))
+    for decision in row["decisions"]:
+        methods.info("round %d: %s of clusters %s", row["round"], decision.get("what"), decision.get("clusters"))
 
 
 def attack_of(keys: Tensor, schedule: Schedule) -> Attack:

@@ -59,9 +59,9 @@ def tables_of(folder: RunFolder) -> tuple[Tables, list[str], bool]:
     tables = folder.config()
     tables.pop("schema")
     run = tables["run"] = dict(tables["run"])
-    lacking = run.pop("from_python", [])
+    lacking, is_deployed = run.pop("from_python", []), bool(run.pop("over_sites", False))
     lacking = [str(part) for part in lacking] if isinstance(lacking, list) else ["data", "model"]
-    return merge(tables), lacking, bool(run.pop("over_sites", False))
+    return merge(tables), lacking, is_deployed
 
 
 def stored_experiment(folder: RunFolder, given: Given | None = None, *, trust: bool = False) -> Experiment:
@@ -206,7 +206,8 @@ def _without(
     else:
         tables["run"].setdefault("model", network.name)
     unused = given.fields if with_network else {*given.fields, _MODEL, ("run", "loss"), ("work", "optimizer")}
-    check_trust(tables, folder.path, trust, {*unused, ("engine", "address")})
+    way_out = "Give your own network again (--model module:callable), or say --trust if you know who wrote them"
+    check_trust(tables, folder.path, trust, {*unused, ("engine", "address")}, way_out)
     run, schedule = build_run(tables["run"])
     algorithm = given.algorithm
     if algorithm is None:

@@ -23,7 +23,7 @@ from coterie.nets.mixture import Served
 from coterie.nets.registry import ModelMaker
 from coterie.randomness import Rng
 from coterie.runs.folder import RunFolder
-from coterie.runs.kept import is_in_table, kept_personal
+from coterie.runs.kept import inputs_of, is_in_table, kept_personal
 from coterie.runs.loop import Trainer
 from coterie.runs.newcomers import Newcomers, like_the_run, onboard, personal_models
 from coterie.runs.observers import Row
@@ -105,10 +105,12 @@ class Result:
             hint = f" Did you mean '{nearest}'?" if nearest else ""
             raise ConfigError(f"There is no client {client!r}. Clients are {names[0]} ... {names[-1]}.{hint}")
         if not self.has_data and not is_in_table(self._personal(number)):
-            raise NotKept(
-                f"The model of {names[number]} is not in {self.path}: the client makes it of its own data. Open the "
-                "run with its data, or keep such models in the folder (--set run.keep_models=MB, at its start)."
-            )
+            where = f"The model of {names[number]} is not in {self.path}: the client makes it of its own data"
+            if self.is_deployed:
+                raise NotKept(
+                    f'{where}. Let the sites send theirs when the run is started: set = "run.keep_models=64".'
+                )
+            raise NotKept(f"{where}. Open the run with its data, or start it with --set run.keep_models=MB.")
         return personal_served(self._trainer, number)
 
     def _personal(self, client: int) -> Personal:
@@ -123,6 +125,11 @@ class Result:
         assert personal.models is not None
         assert personal.refs is not None
         return torch.equal(personal.models[int(personal.refs[0])], self.centers[label])
+
+    @property
+    def is_deployed(self) -> bool:
+        """Whether the clients were sites, which have their data and what they remember."""
+        return bool(self.settings.get("run", {}).get("over_sites"))
 
     @property
     def has_data(self) -> bool:
@@ -150,15 +157,17 @@ class Result:
         else:
             which = {"cluster": json.dumps(cluster)}
         network = make.name if isinstance(make, ModelMaker) else type(trainer.engine.task.module).__name__
+        said = {} if trainer.folder is None else inputs_of(trainer.folder)
         return {
             **trainer.federation.input_facts(),
+            **said,
             "network": network,
             "network_settings": json.dumps(dict(make.settings) if isinstance(make, ModelMaker) else {}),
             "outputs": json.dumps(make.outputs if isinstance(make, ModelMaker) else None),
             "algorithm": str(self.summary.get("algorithm", "")),
             "dataset": str(self.summary.get("dataset", "")),
             **which,
-            "round": json.dumps(trainer.progress.round),
+            "round": json.dumps(trainer.served_round),
             "data_digest": str(self.summary.get("digest", "")),
             "coterie": VERSION,
         }
