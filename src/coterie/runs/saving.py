@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -92,7 +93,12 @@ def _as_pt2(program: torch.export.ExportedProgram, facts: Mapping[str, str]) -> 
 
 
 def _as_onnx(program: torch.export.ExportedProgram, facts: Mapping[str, str]) -> bytes:
-    found = torch.onnx.export(program, dynamo=True, verbose=False, input_names=["x"], output_names=["y"])
+    log, level = logging.getLogger("torch.onnx"), logging.getLogger("torch.onnx").level
+    log.setLevel(logging.ERROR)  # it warns of packages that are not needed
+    try:
+        found = torch.onnx.export(program, dynamo=True, verbose=False, input_names=["x"], output_names=["y"])
+    finally:
+        log.setLevel(level)
     if found is None:
         raise ModelError("torch has made no ONNX program.")
     proto = found.model_proto
