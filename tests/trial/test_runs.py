@@ -52,7 +52,9 @@ def test_twenty_more_rounds(command: Command):
     long = command("show", "runs/long", "--json").json
     assert (found["rounds"], found["accuracy"], found["bytes"]) == (4, long["accuracy"], long["bytes"])
     assert found["notes"][-1].endswith("the result equals that of one run of 4 rounds")
-    assert command("resume", "runs/short", "--rounds", 3).error.startswith("runs/short has done 4 rounds; --rounds must")
+    assert command("resume", "runs/short", "--rounds", 3).error.startswith(
+        "runs/short has done 4 rounds; --rounds must"
+    )
 
 
 def test_the_default_method_says_what_differs(command: Command):
@@ -100,7 +102,7 @@ def test_a_moved_project(command: Command, own: Path):
 @pytest.mark.parametrize(
     ("samples", "shift", "sentence"),
     [
-        (29, 0.0, "client '0' has 21 train samples, not 22, and 5 more such differences."),
+        (29, 0.0, "client '0' has 5 test samples, not 6, and 5 more such differences."),
         (30, 1.0, "sizes and labels are the same, but values of samples differ."),
     ],
 )
@@ -160,7 +162,7 @@ def test_any_observers():
     watch, rows = Watch(), list[dict[str, Any]]()
     digits(rounds=2, observer=[watch, rows.append])
     assert (watch.rounds, len(rows)) == ([1, 2], 2)
-    with pytest.raises(CoterieError, match="An observer is an Observer, a function or an object with on_round"):
+    with pytest.raises(CoterieError, match="An observer is an Observer, an object with on_round"):
         digits(observer=3)
 
 
@@ -211,7 +213,9 @@ def test_resume_and_extend_from_python(tmp_path: Path):
     assert torch.equal(first.centers, again.centers)
     longer = digits(rounds=3, out=tmp_path, name="a", resume=True)
     assert torch.equal(longer.centers, digits(rounds=3).centers)
-    with pytest.raises(CoterieError, match="has other settings: work.lr is 0.2 there and 0.7 here. Choose another name"):
+    with pytest.raises(
+        CoterieError, match="has other settings: work.lr is 0.2 there and 0.7 here. Choose another name"
+    ):
         digits(rounds=3, out=tmp_path, name="a", resume=True, lr=0.7)
 
 
@@ -221,7 +225,9 @@ def test_own_objects_are_given_again(tmp_path: Path):
 
     data = two()
     result = coterie.run(FeSEM(num_clusters=2), data, net, rounds=2, out=tmp_path, name="own")
-    with pytest.raises(CoterieError, match=r"with its own data and model; give it again there: coterie.run\(..., data="):
+    with pytest.raises(
+        CoterieError, match=r"with its own data and model; give it again there: coterie.run\(..., data="
+    ):
         coterie.open_run(tmp_path / "own")
     opened = coterie.open_run(tmp_path / "own", data=data, model=net)
     assert torch.equal(opened.centers, result.centers)

@@ -90,6 +90,10 @@ def _all(result: Result, folder: Path, format: str) -> dict[str, Any]:
     from coterie.runs.saving import FORMATS
 
     ending = FORMATS[format]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be created: {error.strerror or error}.") from error
     clusters = [f"cluster-{k}{ending}" for k in range(len(result.centers))]
     for cluster, file in enumerate(clusters):
         result.export(folder / file, cluster=cluster, format=format)
@@ -102,7 +106,6 @@ def _all(result: Result, folder: Path, format: str) -> dict[str, Any]:
         result.export(folder / clients[name], client=name, format=format)
     told = {"format": format, "clusters": clusters, "clients": clients}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / INDEX, (json.dumps(told, indent=2) + "\n").encode())
     except OSError as error:
         raise StorageError(f"{folder / INDEX} cannot be written: {error.strerror or error}.") from error
@@ -110,13 +113,14 @@ def _all(result: Result, folder: Path, format: str) -> dict[str, Any]:
 
 
 def _contents(file: Path, format: str) -> dict[str, Any]:
-    """The tensors of a file of weights."""
+    """The tensors and the metadata of a file of weights."""
     if format != "safetensors":
         return {}
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as opened:
-        return {"tensors": {name: opened.get_slice(name).get_shape() for name in opened.keys()}}  # noqa: SIM118
+        shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+        return {"tensors": shapes, "metadata": opened.metadata()}
 
 
 def _how_to_load(file: Path, format: str) -> str:

@@ -35,7 +35,11 @@ from coterie.runs.settings import Tables, build_run, merge
 from coterie.settings import build
 from coterie.trust import check_trust
 
-_MODEL = ("run", "model")
+_OF_NETWORK = (("run", "model"), ("run", "loss"), ("work", "optimizer"))
+_WAY_OUT = (
+    "Say --trust (in Python trust=True) if you know who wrote them, or give your own network again "
+    "(--model module:callable, in Python model=...)"
+)
 
 
 @dataclass(frozen=True)
@@ -152,10 +156,18 @@ def open_run(
     summary = folder.summary()
     if summary is None:
         raise RunError(f"{path} is not finished. Resume it with 'coterie resume {path}'.")
+    tables, _, is_deployed = tables_of(folder)
+    with_data = with_data and not is_deployed
+    if with_network is None:
+        network = Network(folder)
+        with_network = with_data or trust or given.model is not None or network.name in models()
+    # Settings of somebody else: first of all, what they would import.
+    unused = given.fields if with_data or with_network else {*given.fields, *_OF_NETWORK}
+    check_trust(tables, folder.path, trust, unused if with_data else {*unused, ("engine", "address")}, _WAY_OUT)
     found, _ = folder.load_checkpoint()
     if found is not None:
         check_unchanged(folder, found, override)
-    if with_data and not tables_of(folder)[2]:
+    if with_data:
         return opened(folder, stored_experiment(folder, given, trust=trust))
     return _without(folder, given, summary, _last_checkpoint(folder, summary), with_network, trust)
 
@@ -190,7 +202,7 @@ def _without(
     given: Given,
     summary: dict[str, Any],
     checkpoint: Checkpoint,
-    with_network: bool | None,
+    with_network: bool,
     trust: bool,
 ) -> Result:
     tables, _, _ = tables_of(folder)
@@ -199,15 +211,10 @@ def _without(
         raise RunError(
             f"{folder.path} does not say what its network is: an earlier version wrote it. Open it with data."
         )
-    if with_network is None:
-        with_network = trust or given.model is not None or network.name in models()
     if not with_network:  # nothing of it is imported
         tables["run"].pop("loss", None)
-    else:
-        tables["run"].setdefault("model", network.name)
-    unused = given.fields if with_network else {*given.fields, _MODEL, ("run", "loss"), ("work", "optimizer")}
-    way_out = "Give your own network again (--model module:callable), or say --trust if you know who wrote them"
-    check_trust(tables, folder.path, trust, {*unused, ("engine", "address")}, way_out)
+    if with_network and given.model is None:  # of a deployed run, whose settings do not name it
+        check_trust({"run": {"model": network.name}}, folder.path, trust, (), _WAY_OUT)
     run, schedule = build_run(tables["run"])
     algorithm = given.algorithm
     if algorithm is None:

@@ -61,7 +61,6 @@ def save_model(
     else:
         content = safetensors.torch.save(storable(module.state_dict()), dict(facts))
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, content)
     except OSError as error:
         raise StorageError(f"{file} cannot be written: {reason(error)}.") from error
