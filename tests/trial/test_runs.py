@@ -364,7 +364,7 @@ def test_a_network_of_ones_own(command: Command):
     assert facts("m.safetensors")["network"] == "my_nets:small"
     Path("gone.py").rename("my_nets.py")
     said = command("export", "runs/a", "--cluster", 0, "--format", "torch.export").error
-    assert "run.model = 'my_nets:small'. Give your own network again (--model module:callable)" in said
+    assert "run.model = 'my_nets:small'. Say --trust (in Python trust=True) if you know" in said
     done = command("export", "runs/a", "--cluster", 0, "--format", "torch.export", "--model", "my_nets:small")
     assert done.code == 0, done.err
 
