@@ -42,7 +42,7 @@ def test_a_damaged_description_is_one_sentence(path: Path, key: str, value: obje
 def test_a_tensor_that_is_none_is_refused(path: Path):
     file = path / NETWORK
     facts = json.loads(file.read_text())
-    for wrong in ({"dtype": "Tensor"}, {"shape": [-1]}, {"name": None, "same": None}):
+    for wrong in ({"dtype": "Tensor"}, {"shape": [-1]}, {"shape": [1 << 40]}, {"name": ""}):
         broken = [facts["tensors"]["tensors"][0] | wrong, *facts["tensors"]["tensors"][1:]]
         file.write_text(json.dumps(facts | {"tensors": facts["tensors"] | {"tensors": broken}}))
         with pytest.raises(RunError, match="damaged|does not fit the run"):

@@ -28,7 +28,7 @@ from coterie.errors import ConfigError, Interrupted
 from coterie.runs.execution import environment, finish
 from coterie.runs.experiment import Experiment, resolve
 from coterie.runs.extension import notes_of, record
-from coterie.runs.folder import RunFolder
+from coterie.runs.folder import RunFolder, check_name
 from coterie.runs.kept import keep_personal, write_network
 from coterie.runs.loop import Trainer
 from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, apply_set, merge
@@ -170,6 +170,7 @@ def tables_of(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _folder(parent: Path, name: str, tables: dict[str, dict[str, Any]], experiment: Experiment) -> RunFolder:
     """Open the run folder of that name, or create it with all settings of the method and of the local work."""
+    check_name(name)
     path = parent / name
     if path.exists():
         return RunFolder.open(path)

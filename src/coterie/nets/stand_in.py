@@ -5,6 +5,7 @@ A run folder describes its network in this way, so that its models can be export
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from coterie.errors import ModelError
 from coterie.nets.flat import Layout
+
+_MOST = 1 << 31  # entries of a tensor
 
 
 class StandIn(nn.Module):
@@ -63,7 +66,8 @@ def rebuild(facts: Mapping[str, Any], rest: Mapping[str, Tensor]) -> StandIn:
     found: dict[str, Tensor] = {}
     for entry in facts["tensors"]:
         name, same, dtype = str(entry["name"]), str(entry["same"]), getattr(torch, entry["dtype"])
-        if not isinstance(dtype, torch.dtype) or not all(isinstance(n, int) and n >= 0 for n in entry["shape"]):
+        is_shape = all(isinstance(n, int) and n >= 0 for n in entry["shape"]) and math.prod(entry["shape"]) <= _MOST
+        if not isinstance(dtype, torch.dtype) or not is_shape:
             raise ValueError(f"{name} is no tensor")
         parent, _, own = name.rpartition(".")
         is_parameter = entry["kind"] == "parameter"

@@ -88,7 +88,9 @@ class Case:
         """Equal for cases with the same samples, however partitioned."""
         experiment = self.experiment
         drawn = None if getattr(experiment.source, "is_fixed", False) else (experiment.clients, self.seed)
-        return repr((experiment.source, experiment.data_dir, drawn))
+        # Paths are whole in the tables, which other processes get.
+        source = type(experiment.source).__name__
+        return repr((source, self.tables["dataset"], self.tables["run"].get("data_dir"), drawn))
 
     @property
     def data_key(self) -> str:

@@ -211,7 +211,7 @@ def _everyone(trainer: Trainer, newcomers: Newcomers | None) -> Iterator[tuple[s
         yield from ((newcomers.federation.names[client], one) for client, one in newcomers.models())
 
 
-def kept_personal(folder: RunFolder, client: str) -> Served | None:
+def kept_personal(folder: RunFolder, client: str, task: Task) -> Served | None:
     """What a client is served with, if the folder keeps it."""
     found = folder.tensors(PERSONAL)
     if found is None:
@@ -225,7 +225,8 @@ def kept_personal(folder: RunFolder, client: str) -> Served | None:
         mine = slice(start, stop)
         params, weights = tensors["models"][tensors["refs"][mine]], tensors["weights"][mine]
         bias = tensors["bias"][mine]
-        if not 0 <= start < stop or params.dim() != 2 or not len(params) == len(weights) == len(bias):
+        shapes = ((stop - start, task.layout.size), (stop - start,), (stop - start, task.num_classes))
+        if start < 0 or stop <= start or tuple(tuple(found.shape) for found in (params, weights, bias)) != shapes:
             raise ValueError(f"the models of {client} are not complete")
     except _DAMAGE as error:
         raise RunError(f"{folder.path / PERSONAL} is damaged: {str(error)[:200]}.") from error

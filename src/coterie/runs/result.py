@@ -96,7 +96,8 @@ class Result:
             return next(self.unseen.models(torch.tensor([held_out.index(str(client))])))[1]
         if not self.has_data and self._trainer.folder is not None:
             is_number = isinstance(client, int) and 0 <= client < len(names)
-            kept = kept_personal(self._trainer.folder, names[int(client)] if is_number else str(client))
+            name = names[int(client)] if is_number else str(client)
+            kept = kept_personal(self._trainer.folder, name, self._trainer.engine.task)
             if kept is not None:
                 return kept
         number = names.index(client) if isinstance(client, str) and client in names else client
