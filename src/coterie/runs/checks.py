@@ -134,7 +134,10 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
                 for name, a, b in zip(old, before[split], now[split], strict=True)
                 if a != b
             ]
-        if not told and before.get("label_counts") and now["label_counts"]:
+        classes = [len((found["label_counts"] or [[]])[0]) for found in (before, now)]
+        if classes[0] != classes[1]:
+            told.insert(0, f"it has {classes[1]} classes, not {classes[0]}")
+        if not told and classes[0]:
             told = [
                 f"client '{name}' has {b} training samples of class {place}, not {a}"
                 for name, x, y in zip(old, before["label_counts"], now["label_counts"], strict=True)
