@@ -25,8 +25,13 @@ __version__ = VERSION
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if TYPE_CHECKING:
+    from coterie.api import Compared as Compared
     from coterie.api import Result as Result
+    from coterie.api import choose_k as choose_k
+    from coterie.api import compare as compare
+    from coterie.api import open_run as open_run
     from coterie.api import run as run
+    from coterie.api import sweep as sweep
     from coterie.client.block import Block as Block
     from coterie.client.block import Mixture as Mixture
     from coterie.client.block import Models as Models
@@ -45,23 +50,52 @@ if TYPE_CHECKING:
     from coterie.engines.base import Engine as Engine
     from coterie.errors import CoterieError as CoterieError
     from coterie.errors import StopRun as StopRun
+    from coterie.methods.apfl import APFL as APFL
     from coterie.methods.base import Algorithm as Algorithm
     from coterie.methods.base import ClusterState as ClusterState
     from coterie.methods.base import Personal as Personal
     from coterie.methods.base import register as register
+    from coterie.methods.cfl import CFL as CFL
+    from coterie.methods.clove import CLoVE as CLoVE
+    from coterie.methods.cornflqs import Cornflqs as Cornflqs
     from coterie.methods.coterie import Coterie as Coterie
+    from coterie.methods.ditto import Ditto as Ditto
+    from coterie.methods.fedala import FedALA as FedALA
     from coterie.methods.fedavg import FedAvg as FedAvg
+    from coterie.methods.fedbn import FedBN as FedBN
+    from coterie.methods.feddane import FedDANE as FedDANE
+    from coterie.methods.feddist import FedDist as FedDist
+    from coterie.methods.feddrift import FedDrift as FedDrift
+    from coterie.methods.fedds import FedDS as FedDS
+    from coterie.methods.fedds import FedDSMIC as FedDSMIC
+    from coterie.methods.fedem import FedEM as FedEM
+    from coterie.methods.fedfomo import FedFomo as FedFomo
+    from coterie.methods.fedgroup import FedGroup as FedGroup
+    from coterie.methods.fedper import FedPer as FedPer
+    from coterie.methods.fedprox import FedProx as FedProx
+    from coterie.methods.fedrep import FedRep as FedRep
+    from coterie.methods.fedsgd import FedSGD as FedSGD
     from coterie.methods.fesem import FeSEM as FeSEM
+    from coterie.methods.fesem_ma import FeSEMMA as FeSEMMA
+    from coterie.methods.flux import Flux as Flux
     from coterie.methods.ifca import IFCA as IFCA
     from coterie.methods.local import Local as Local
+    from coterie.methods.md_icfl import MDICFL as MDICFL
+    from coterie.methods.pacfl import PACFL as PACFL
     from coterie.methods.parts.clustering import CenterSums as CenterSums
+    from coterie.methods.perfedavg import PerFedAvg as PerFedAvg
+    from coterie.methods.pfedme import PFedMe as PFedMe
+    from coterie.methods.robust_tkm import RobustTKM as RobustTKM
+    from coterie.methods.scaffold import Scaffold as Scaffold
+    from coterie.methods.srfca import SRFCA as SRFCA
     from coterie.nets.mixture import MixtureModel as MixtureModel
     from coterie.randomness import Rng as Rng
+    from coterie.runs.observers import Observer as Observer
     from coterie.settings import setting as setting
     from coterie.views import plots as plots
 
 _HOMES = {
-    "api": ("Result", "run"),
+    "api": ("Compared", "Result", "choose_k", "compare", "open_run", "run", "sweep"),
     "client.block": ("Block", "Mixture", "Models", "take"),
     "client.optimizers": ("Optimizer", "register_optimizer"),
     "client.serving": ("serving",),
@@ -71,15 +105,43 @@ _HOMES = {
     "data.federation": ("Federation",),
     "engines.base": ("Chunk", "Engine"),
     "errors": ("CoterieError", "StopRun"),
+    "methods.apfl": ("APFL",),
     "methods.base": ("Algorithm", "ClusterState", "Personal", "register"),
+    "methods.cfl": ("CFL",),
+    "methods.clove": ("CLoVE",),
+    "methods.cornflqs": ("Cornflqs",),
     "methods.coterie": ("Coterie",),
+    "methods.ditto": ("Ditto",),
+    "methods.fedala": ("FedALA",),
     "methods.fedavg": ("FedAvg",),
+    "methods.fedbn": ("FedBN",),
+    "methods.feddane": ("FedDANE",),
+    "methods.feddist": ("FedDist",),
+    "methods.feddrift": ("FedDrift",),
+    "methods.fedds": ("FedDS", "FedDSMIC"),
+    "methods.fedem": ("FedEM",),
+    "methods.fedfomo": ("FedFomo",),
+    "methods.fedgroup": ("FedGroup",),
+    "methods.fedper": ("FedPer",),
+    "methods.fedprox": ("FedProx",),
+    "methods.fedrep": ("FedRep",),
+    "methods.fedsgd": ("FedSGD",),
     "methods.fesem": ("FeSEM",),
+    "methods.fesem_ma": ("FeSEMMA",),
+    "methods.flux": ("Flux",),
     "methods.ifca": ("IFCA",),
     "methods.local": ("Local",),
+    "methods.md_icfl": ("MDICFL",),
+    "methods.pacfl": ("PACFL",),
     "methods.parts.clustering": ("CenterSums",),
+    "methods.perfedavg": ("PerFedAvg",),
+    "methods.pfedme": ("PFedMe",),
+    "methods.robust_tkm": ("RobustTKM",),
+    "methods.scaffold": ("Scaffold",),
+    "methods.srfca": ("SRFCA",),
     "nets.mixture": ("MixtureModel",),
     "randomness": ("Rng",),
+    "runs.observers": ("Observer",),
     "settings": ("setting",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -72,6 +72,14 @@ def load_plugin(group: str, name: str, what: str) -> Any:
     return None if spec is None else import_object(spec.partition(" ")[0], f"{what} {name}, a plugin:")
 
 
+def spec_of(thing: Any) -> str | None:
+    """The `module:name` by which an object can be imported again; None if it cannot."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
+    if not isinstance(module, str) or module == "__main__" or not name.isidentifier():
+        return None
+    return f"{module}:{name}" if getattr(sys.modules.get(module), name, None) is thing else None
+
+
 def _places_of(module: str) -> Iterator[Path]:
     """The files and folders that importing a module would use, found without running any code."""
     search: list[str] | None = None

@@ -173,7 +173,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(
         done = command("compare", "-a", "fedavg", "-a", "fesem", "-a", "ifca", *TINY, "--name", "c", "--quiet")
     assert done.code == 130
     assert done.out == ""
-    assert "1 of 3 runs are in runs/c; continue with the same command and --name c" in done.err
+    assert "1 of 3 runs are in runs/c; the same command continues." in done.err
     assert {p.name for p in Path("runs/c").iterdir() if p.is_dir()} == {"fedavg-s0", "fesem-s0"}
     assert command("resume", "runs/c/fesem-s0", "--json").json["rounds"] == 2
     assert command("show", "runs/c/fedavg-s0", "--json").json["rounds"] == 2
@@ -325,7 +325,7 @@ def test_ctrl_c_stops_all_processes(tmp_path: Path):
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "0 of 4 runs are in runs/c; continue with the same command and --name c" in said
+    assert "0 of 4 runs are in runs/c; the same command continues." in said
     assert "Traceback" not in said
     while is_there(process.pid):
         assert time.monotonic() < deadline + 60

@@ -40,7 +40,7 @@ def test_the_page_of_a_run_lies_in_its_folder(command: Command):
 def test_a_page_of_a_whole_comparison(command: Command):
     assert command("compare", "-a", "fedavg", "-a", "fesem", *TINY, "--seeds", 2, "--name", "c", "--quiet").code == 0
     done = command("report", "runs/c", "--no-tsne", "--json")
-    assert done.json == {"page": "runs/c/report.html", "runs": 4, "damaged": [], "pictures": []}
+    assert done.json == {"page": "runs/c/report.html", "runs": 4, "damaged": [], "skipped": [], "pictures": []}
     found = data_of(Path("runs/c/report.html"))["compare"]
     assert isinstance(found, dict)
     assert [(row["label"], row["seeds"]) for row in found["rows"]] == [("fedavg", [0, 1]), ("fesem", [0, 1])]

@@ -182,6 +182,7 @@ def test_every_flag_arrives(command: Command):
         attackers=0.25,
         corrupt=0.05,
         keep_pictures=True,
+        keep_models=64,
     )
     assert found["algorithm"]["num_clusters"] == 2
     assert found["work"].items() >= {"steps": 3, "batch_size": 7, "lr": 0.25, "momentum": 0.5}.items()
@@ -692,9 +693,9 @@ def test_data_that_has_changed_is_refused(command: Command, monkeypatch: pytest.
     assert done.code == 130
     np.savez("own.npz", **samples(y=np.arange(60) % 2))
     said = command("resume", "runs/a", "--quiet").error
-    assert "The data of runs/a has changed since the run began; it cannot be resumed." in said
+    assert "own.npz has changed since the run in runs/a began: it has 2 classes, not " in said
     Path("own.npz").unlink()
-    assert command("resume", "runs/a", "--quiet").error == "There is no file own.npz; check the path."
+    assert "own.npz; say where it is now with --data PATH" in command("resume", "runs/a", "--quiet").error
     np.savez("own.npz", **samples())
     assert command("resume", "runs/a", "--json").json["rounds"] == 3
 
@@ -702,7 +703,9 @@ def test_data_that_has_changed_is_refused(command: Command, monkeypatch: pytest.
 def test_a_run_from_python_is_resumed_from_python(command: Command, stopped: Path):
     config = stopped / "config.toml"
     config.write_text(config.read_text().replace("[run]\n", "[run]\nfrom_python = true\n"))
-    assert "was started from Python with its own objects; resume it from there" in command("resume", stopped).error
+    assert (
+        "was started from Python with its own data and model; give it again there" in command("resume", stopped).error
+    )
 
 
 def test_a_full_disk_while_checkpointing_keeps_the_checkpoint_before(

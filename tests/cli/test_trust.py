@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def change(path: Path, old: str, new: str) -> None:
 def commands(path: Path) -> dict[str, tuple[object, ...]]:
     return {
         "resume": ("resume", path),
-        "export": ("export", path, "--cluster", "0"),
+        "export": ("export", path, "--cluster", "0", "--format", "torch.export"),
         "onboard": ("onboard", path, "--dataset", "rotated-digits", "--clients", "4"),
         "run": ("run", "--config", path / "config.toml", "--name", "again"),
         "compare": ("compare", "-a", "fedavg", "--config", path / "config.toml", "--name", "again"),
@@ -87,8 +88,12 @@ def test_code_elsewhere_is_imported_when_the_user_trusts_it_or_names_it_again(co
     own = ("--loss", "own_loss_of_trust:loss")
     assert command("run", *TINY, "-a", "fedavg", "--name", "x", "--quiet", *own).code == 0
     path = tmp_path / "runs" / "x"
-    assert "own_loss_of_trust:loss" in command("export", path, "--cluster", "0").error
-    assert command("export", path, "--cluster", "0", "--trust").code == 0
+    Path("imported").unlink()
+    sys.modules.pop("own_loss_of_trust")
+    assert command("export", path, "--cluster", "0").code == 0  # weights need no code
+    assert not Path("imported").exists()
+    assert "own_loss_of_trust:loss" in command("onboard", path, "--dataset", "rotated-digits").error
+    assert command("onboard", path, "--dataset", "rotated-digits", "--clients", 4, "--trust").code == 0
     with pytest.raises(RunError, match=r"own_loss_of_trust:loss.*trust=True"):
         api.open_run(path)
     assert api.open_run(path, trust=True).summary["rounds"] == 2
@@ -109,7 +114,7 @@ def test_every_kind_of_code_is_named(command: Command, foreign: Path, field: str
     tables["run"]["loss"] = "cross_entropy"
     tables[table][key] = "runs.x.artifacts.evil:loss"
     RunFolder(foreign).write_text("config.toml", to_toml(tables))
-    assert f"{field} = 'runs.x.artifacts.evil:loss'" in command("export", foreign, "--cluster", "0").error
+    assert f"{field} = 'runs.x.artifacts.evil:loss'" in command(*commands(foreign)["export"]).error
     assert not Path("executed").exists()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.errors import RunError, StorageError
+from coterie.errors import ConfigError, RunError, StorageError
 from coterie.runs.folder import SCHEMA, Checkpoint, RunFolder, to_toml
 
 CONFIG = {"run": {"algorithm": "fesem", "rounds": 3}}
@@ -81,9 +81,11 @@ def test_an_impossible_place_is_one_sentence(tmp_path: Path, place: str):
     assert (tmp_path / "file").read_text() == "here"
 
 
-def test_a_parent_of_the_name_that_is_missing_is_one_sentence(tmp_path: Path):
-    with pytest.raises(StorageError, match="cannot be created: No such file or directory"):
-        RunFolder.create(tmp_path, "a/b", "unused", CONFIG)
+@pytest.mark.parametrize("name", ["a/b", "../x", "..", ".", "", "a\0b"])
+def test_a_name_is_that_of_one_folder(tmp_path: Path, name: str):
+    with pytest.raises(ConfigError, match="--name must be the name of a folder, without slashes"):
+        RunFolder.create(tmp_path / "runs", name, "unused", CONFIG)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_at_the_very_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -245,7 +245,7 @@ def test_a_run_that_cannot_be_opened_says_why(tmp_path: Path):
     (path / "config.toml").write_text(config.replace("clients = 12", "clients = 16"))
     with pytest.raises(RunError, match="run.clients was 12 and is 16"):
         open_run(path)
-    with pytest.raises(RunError, match="has changed since the run began"):
+    with pytest.raises(RunError, match="has changed since the run in .* began: client 'r000-003' is new"):
         open_run(path, override=True)
     (path / "config.toml").write_text(config)
     last = sorted((path / "checkpoint").glob("round-*"))[-1]

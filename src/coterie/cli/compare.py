@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +12,10 @@ from coterie.cli.flags import JobsFlag, JsonFlag, MethodsFlag, NameFlag, OutFlag
 from coterie.client.settings import WorkSettings
 from coterie.runs.processes import start_server
 from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables, parse_seeds
+
+if TYPE_CHECKING:
+    from coterie.runs.batch import Case
+    from coterie.runs.situations import Situation
 
 DEFAULT = ["local", "fedavg", "ifca", "fesem", "coterie"]
 ALL = "all"
@@ -44,26 +49,35 @@ def compare(
     deviation over the seeds. The table also shows what each method costs: per-sample gradients computed by clients (in
     millions, including start and repairs), bytes down and up, bytes of the start, seconds.
 
-    With --scenarios, every method is run in every situation, and there is one table per number. The same command with
-    the --name of an earlier comparison continues it: finished runs are kept, interrupted ones are resumed.
+    With --scenarios, every method is run in every situation, and there is one table per number. The same command
+    continues a comparison that was stopped: finished runs are kept, interrupted ones are resumed. With the --name of a
+    finished one it adds methods, seeds and situations.
     """
     start_server(jobs)
     from coterie.cli.table import run_table
+
+    cases, situations = cases_of(tables, names_of(algorithm), parse_seeds(seeds), scenarios)
+    run_table(cases, "compare", out, name, jobs=jobs, track=track, json_=json_, quiet=quiet, situations=situations)
+
+
+def cases_of(
+    tables: Tables, names: list[str], seeds: Sequence[int], scenarios: str | None = None
+) -> tuple[list[Case], list[Situation]]:
+    """The runs of a comparison, and its situations.
+
+    Everything is resolved before the first run, so that a bad name or number costs nothing.
+    """
     from coterie.runs.batch import SITUATION, Case
     from coterie.runs.experiment import resolve_each
     from coterie.runs.situations import find_situations, resolve_situations
 
-    # Everything is resolved before the first run, so that a bad name or number costs nothing.
-    numbers, names = parse_seeds(seeds), names_of(algorithm)
     if scenarios is None:
-        situations = []
-        found = resolve_each(tables, names, numbers)
-        cases = [Case((("method", key),), experiment) for (key, _), experiment in found.items()]
-    else:
-        situations = find_situations(scenarios, tables)
-        every = resolve_situations(situations, tables, names, numbers)
-        cases = [Case(((SITUATION, s), ("method", key)), experiment) for (_, s, key), experiment in every.items()]
-    run_table(cases, "compare", out, name, jobs=jobs, track=track, json_=json_, quiet=quiet, situations=situations)
+        found = resolve_each(tables, names, seeds)
+        return [Case((("method", key),), experiment) for (key, _), experiment in found.items()], []
+    situations = find_situations(scenarios, tables)
+    every = resolve_situations(situations, tables, names, seeds)
+    labelled = ((((SITUATION, s), ("method", key)), experiment) for (_, s, key), experiment in every.items())
+    return [Case(labels, experiment) for labels, experiment in labelled], situations
 
 
 def names_of(algorithm: list[str]) -> list[str]:

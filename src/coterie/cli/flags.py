@@ -70,6 +70,12 @@ TrustFlag = Annotated[
 OverrideFlag = Annotated[
     bool, typer.Option("--override", help="Use the settings of the run folder, even if they were changed since.")
 ]
+DataFlag = Annotated[
+    Path | None, typer.Option("--data", help="Where the file or folder of the run's data is now, if it was moved.")
+]
+NetworkFlag = Annotated[
+    str | None, typer.Option("--model", help="Network of the run, if it was your own: module:callable.")
+]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 _ConfigFlag = Annotated[Path | None, typer.Option(help="TOML file with the same settings; flags override it.")]
 

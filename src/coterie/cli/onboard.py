@@ -1,4 +1,4 @@
-"""`coterie onboard`, `export`: new clients for a finished run, and its models for use elsewhere."""
+"""`coterie onboard`: new clients for a finished run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from urllib.parse import quote
 
 import typer
 
-from coterie.cli.flags import JsonFlag, OverrideFlag, RunArgument, TrustFlag, takes, whole
+from coterie.cli.flags import JsonFlag, NetworkFlag, OverrideFlag, RunArgument, TrustFlag, takes, whole
 from coterie.cli.output import say, score_text, stdout, table_of
 from coterie.errors import ConfigError, RunError, StorageError
 from coterie.runs.metrics import METRICS, NUMBER, PERCENT
 from coterie.runs.settings import RunSettings, Tables, merge
 from coterie.trust import write_whole
-from coterie.views.words import safe_text
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from torch import Tensor
 
     from coterie.runs.newcomers import Newcomers
     from coterie.runs.result import Result
@@ -42,21 +40,26 @@ def onboard(
     name: Annotated[
         str | None, typer.Option(help="Write to onboard-NAME beside the run; by default the run's name.")
     ] = None,
+    model: NetworkFlag = None,
     trust: TrustFlag = False,
     override: OverrideFlag = False,
     json_: JsonFlag = False,
 ) -> None:
-    """Add new clients to a finished run. Each is assigned by the run's own rule, adapted and evaluated."""
+    """Add new clients to a finished run. Each is assigned by the run's own rule, adapted and evaluated.
+
+    The data of the run is not needed. So a new site of a deployed run gets its model where its data is, from a copy of
+    the run folder; the network of the sites is --model sites.task:model, in the folder of the app.
+    """
     if dataset is None:
         raise ConfigError("onboard needs the data of the new clients: --dataset NAME, or a path of your own data.")
-    from coterie.runs.execution import open_run
     from coterie.runs.experiment import resolve
     from coterie.runs.newcomers import like_the_run
+    from coterie.runs.opening import Given, open_models
 
-    result = open_run(path, trust=trust, override=override)
+    result = open_models(path, Given(model=model), trust=trust, override=override)
     run = result.settings["run"]
     # Only the data is needed: FedAvg accepts any number of clients.
-    own = {"algorithm": "fedavg", "dataset": dataset, "seed": run["seed"] + 1 if seed is None else seed}
+    own = {"algorithm": "fedavg", "dataset": dataset, "seed": run.get("seed", 0) + 1 if seed is None else seed}
     given = {"data_dir": run["data_dir"]} if "data_dir" in run else {}
     experiment = resolve(merge({"run": given}, tables, {"run": own}))
     newcomers = result.onboard(like_the_run(experiment.federation(), result.federation))
@@ -77,6 +80,9 @@ def onboard(
 
 def _make_folder(path: Path, name: str | None) -> Path:
     """A new folder beside the run; an existing name is an error, the default name gets a free number."""
+    from coterie.runs.folder import check_name
+
+    check_name(name)
     home = Path(os.path.abspath(path))
     parent = path.parent if path.name == home.name else home.parent
     for count in range(1, 1_000_000):
@@ -94,12 +100,16 @@ def _make_folder(path: Path, name: str | None) -> Path:
 
 def _write(folder: Path, result: Result, newcomers: Newcomers) -> dict[str, Any]:
     """Write the personal models and `clients.json`; its content."""
+    from coterie.runs.saving import save_model
+
     rows, task = newcomers.rows(), newcomers.engine.task
     (folder / "models").mkdir()
     for client, served in newcomers.models():
-        file = f"models/{quote(rows[client]['name'], safe=' ')}.safetensors"
-        weights = served.module(task.module, task.num_classes, task.input_shape).state_dict()
-        save_weights(weights, folder / file, newcomers.federation.input_facts())
+        name, label = rows[client]["name"], rows[client]["cluster"]
+        file = f"models/{quote(name, safe=' ')}.safetensors"
+        module = served.module(task.module, task.num_classes, task.input_shape)
+        facts = result.facts(cluster=label) | newcomers.federation.input_facts() | {"client": name}
+        save_model(module, folder / file, "safetensors", facts, task.input_shape, task.integers)
         rows[client]["model"] = file
     report = {
         "run": str(result.path),
@@ -127,58 +137,3 @@ def _table(report: dict[str, Any], path: Path) -> Table:
     if len(clients) > _SHOWN:
         rows.append([f"... and {len(clients) - _SHOWN} more in clients.json"])
     return table_of(title, ("client", "cluster", "true group", "R2" if key == "r2" else key), rows, ["client"])
-
-
-def export(
-    path: RunArgument,
-    client: Annotated[str | None, typer.Option(help="Export the model of this client.")] = None,
-    cluster: Annotated[int | None, whole("--cluster", "export the model of this cluster: 0, 1, ..., K-1")] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File to write; by default RUN-WHICH.safetensors.")
-    ] = None,
-    trust: TrustFlag = False,
-    override: OverrideFlag = False,
-    json_: JsonFlag = False,
-) -> None:
-    """Export one model of a finished run. It is a state_dict (safetensors), to load into your own module.
-
-    The metadata of the file say how inputs are scaled, their shape, and the classes.
-
-    A client that is served with a mixture of models gets the state_dict of a `coterie.MixtureModel`.
-    """
-    if (client is None) == (cluster is None):
-        raise ConfigError("export needs one of --client NAME and --cluster K.")
-    from coterie.runs.execution import open_run
-
-    result = open_run(path, trust=trust, override=override)
-    if client is not None:
-        weights, which = result.client_state_dict(client), client
-    else:
-        assert cluster is not None
-        weights, which = result.cluster_state_dict(cluster), f"cluster-{cluster}"
-    facts = result.federation.input_facts()
-    run_name = Path(os.path.abspath(path)).name
-    file = Path(f"{run_name}-{quote(which, safe=' ')}.safetensors") if out is None else out
-    try:
-        save_weights(weights, file, facts)
-    except OSError as error:
-        raise StorageError(f"{file} cannot be written: {error.strerror or error}.") from error
-    if json_:
-        shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
-        print(json.dumps({"file": str(file), "tensors": shapes, "metadata": facts}))
-    else:
-        load = f"safetensors.torch.load_file('{file}')"
-        is_mixture = "models.0" in ".".join(weights) and "weights" in weights
-        how = (
-            f"coterie.MixtureModel.from_state_dict(module, {load})" if is_mixture else f"module.load_state_dict({load})"
-        )
-        print(safe_text(f"{file}: {len(weights)} tensors; {how}"))
-        print(safe_text(f"inputs: {facts['inputs']}"))
-
-
-def save_weights(weights: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
-    """Write a state_dict completely, or leave the old file as it was."""
-    import safetensors.torch
-
-    content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()}, metadata)
-    write_whole(file, content)

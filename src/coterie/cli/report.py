@@ -42,8 +42,10 @@ def report(
     say = partial(output.say, hidden=quiet or json_)
     if only and png is None:
         raise ConfigError("--only selects figures of --png; give a folder for them with --png DIR.")
-    found = expand(runs)
-    comparisons = [read_comparison(path) for path in runs]
+    found, skipped = expand(runs)
+    for note in skipped:
+        say(f"skipped: {note}")
+    comparisons = [read_comparison(path) for path in runs if path.is_dir()]
     situations = comparisons[0].situations if len(runs) == 1 else []
     data, damaged = [], []
     for path in found:
@@ -70,31 +72,39 @@ def report(
         pictures = save_all(data, png, only=wanted, dark=dark, say=say)
     if json_:
         written = {"page": str(target), "pictures": [str(path) for path in pictures]}
-        print(json.dumps({**written, "runs": len(data), "damaged": damaged}))
+        print(json.dumps({**written, "runs": len(data), "damaged": damaged, "skipped": skipped}))
         return
     size = target.stat().st_size
     more = f" and {len(pictures)} pictures in {png}" if png is not None else ""
     print(safe_text(f"{target} ({size / 1e6:.1f} MB, {len(data)} run(s)){more}"))
 
 
-def expand(paths: list[Path]) -> list[Path]:
-    """The run folders among the paths and inside the other folders, each once; a comparison's in its own order."""
+def expand(paths: list[Path]) -> tuple[list[Path], list[str]]:
+    """The run folders among the paths and inside the other folders, each once; a comparison's in its own order.
+
+    Of several paths (RUNS/*), those that are no runs are left out, with a sentence about each; one alone is an error.
+    """
     from coterie.runs.comparison import read_comparison
     from coterie.runs.reading import find_runs, is_run
 
     found: dict[Path, Path] = {}
+    skipped: list[str] = []
     for path in paths:
         if not path.exists():
             raise ConfigError(f"There is no folder {path}.")
-        if not path.is_dir():
-            raise ConfigError(f"{path} is a file; name a run folder.")
         inside = [path] if is_run(path) else [run for _, run in find_runs(path)]
         if not inside:
-            raise RunError(f"{path} is not a run folder and contains none.")
+            is_folder = path.is_dir()
+            skipped.append(f"{path} is {'not a run folder and contains none' if is_folder else 'a file'}.")
+            if len(paths) == 1:
+                raise RunError(skipped[0]) if is_folder else ConfigError(f"{path} is a file; name a run folder.")
+            continue
         order = {run: place for place, run in enumerate(read_comparison(path).runs)}
         for run in sorted(inside, key=lambda run: order.get(run.resolve(), len(order))):
             found.setdefault(run.resolve(), run)
-    return list(found.values())
+    if not found:
+        raise RunError(f"None of the {len(paths)} paths is a run folder; the first: {skipped[0]}")
+    return list(found.values()), skipped
 
 
 def _target(out: Path | None, asked: list[Path], data: list[RunData]) -> Path:

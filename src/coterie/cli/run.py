@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from coterie.cli.flags import (
+    DataFlag,
     JsonFlag,
     NameFlag,
+    NetworkFlag,
     OutFlag,
     OverrideFlag,
     QuietFlag,
@@ -18,16 +19,15 @@ from coterie.cli.flags import (
     TrackFlag,
     TrustFlag,
     takes,
+    whole,
 )
 from coterie.cli.output import RoundProgress, clock, decision_lines, say, stdout, stop_on_ctrl_c, summary_table
 from coterie.client.settings import WorkSettings
-from coterie.errors import Interrupted, RunError
-from coterie.runs.settings import AUTO, ClusterSettings, RunSettings, Schedule, Tables, merge
-from coterie.trust import check_trust
+from coterie.errors import Interrupted
+from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables
 from coterie.views.words import safe_text
 
 if TYPE_CHECKING:
-    from coterie.runs.choose_k import Choice
     from coterie.runs.experiment import Experiment
     from coterie.runs.folder import RunFolder
     from coterie.runs.observers import Observer
@@ -44,11 +44,12 @@ def run(
     quiet: QuietFlag = False,
 ) -> None:
     """Train one method on one dataset. The defaults need no download: coterie on rotated-digits."""
+    from coterie.runs.choose_k import with_chosen_k
     from coterie.runs.folder import RunFolder
     from coterie.runs.trackers import trackers
 
     also = trackers(track, say)
-    experiment, choice = with_chosen_k(tables, quiet or json_)
+    experiment, choice = with_chosen_k(tables, lambda text: say(text, quiet or json_))
     folder = RunFolder.create(out, name, experiment.default_name, experiment.tables())
     if choice is not None:
         folder.write_json("artifacts/choose-k.json", choice.to_dict())
@@ -56,55 +57,37 @@ def run(
     run_to_end(experiment, folder, json_, quiet, also)
 
 
-def with_chosen_k(tables: Tables, hidden: bool) -> tuple[Experiment, Choice | None]:
-    """The experiment; if its number of clusters is 'auto', the number is chosen first."""
-    from coterie.runs.experiment import resolve
-
-    if tables["algorithm"].get("num_clusters") != AUTO:
-        return resolve(tables).loaded(), None
-    trial = resolve(merge(tables, {"algorithm": {"num_clusters": 1}})).loaded()
-    if not hasattr(trial.algorithm, "num_clusters"):
-        return trial, None  # a note says that clusters are not used
-    if type(trial.algorithm).num_clusters == AUTO:  # the method finds it in the run
-        return resolve(tables).loaded(), None
-    from coterie.runs.choose_k import choose_k
-
-    say(f"choosing the number of clusters of {trial.dataset}", hidden)
-    choice = choose_k(trial, last=None)
-    experiment = resolve(merge(tables, {"algorithm": {"num_clusters": choice.recommended}}))
-    say(f"chosen: {choice.recommended} clusters, because {choice.reason}", hidden)
-    return replace(experiment, data=trial.data), choice
-
-
 def resume(
     path: RunArgument,
+    rounds: Annotated[
+        int | None, whole("--rounds", "extend the run, finished or not, to this many rounds in all", ge=1)
+    ] = None,
+    data: DataFlag = None,
+    model: NetworkFlag = None,
     track: TrackFlag = None,
     trust: TrustFlag = False,
     override: OverrideFlag = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Resume a stopped run."""
-    from coterie.runs.experiment import resolve
+    """Resume a stopped run, or extend a finished one."""
+    from coterie.runs.extension import extended
     from coterie.runs.folder import RunFolder
+    from coterie.runs.opening import Given, stored_experiment
     from coterie.runs.trackers import trackers
 
     also = trackers(track, say)
     folder = RunFolder.open(path)
     summary = folder.summary()
-    if summary is not None:
+    if summary is not None and rounds in (None, summary["rounds"]):
         say(f"{path} is already finished: {summary['rounds']} rounds; nothing to do.", quiet or json_)
         _print_summary(summary, json_)
         return
-    tables = folder.config()
-    tables.pop("schema")
-    if tables.get("run", {}).get("over_sites"):
-        raise RunError(f"{path} is a deployed run; resume it with the run.sh of its app, under the same name.")
-    if tables.get("run", {}).get("from_python"):
-        raise RunError(f"{path} was started from Python with its own objects; resume it from there.")
-    check_trust(tables, path, trust)
     with folder.held():
-        run_to_end(resolve(tables), folder, json_, quiet, also, override)
+        experiment = stored_experiment(folder, Given(data, model), trust=trust)
+        if rounds is not None:
+            experiment = extended(folder, experiment, rounds, override)
+        run_to_end(experiment, folder, json_, quiet, also, override)
 
 
 def run_to_end(

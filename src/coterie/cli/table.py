@@ -35,21 +35,46 @@ def run_table(
     situations: Sequence[Situation] = (),
 ) -> None:
     """Run the cases and print their table; everything is checked before the first run."""
+    root, outcomes = completed(
+        cases, verb, out, name, jobs=jobs, track=track, hidden=quiet or json_, situations=situations
+    )
+    finish(outcomes, root, cases[0].experiment.dataset, json_)
+    check_failures(outcomes)
+
+
+def completed(
+    cases: list[Case],
+    verb: str,
+    out: Path,
+    name: str | None,
+    *,
+    jobs: int = 1,
+    track: list[str] | None = None,
+    hidden: bool = False,
+    situations: Sequence[Situation] = (),
+) -> tuple[Comparison, list[Outcome]]:
+    """The folder of the cases and what became of them, at least one of which has not failed."""
     trackers(track)
     loader, data = Loader(), cases[0].experiment.dataset
     check_cases(cases, loader)
     root = Comparison.create(out, name, f"{verb}-{Path(data).stem}", cases, situations)
+    if root.is_continued:
+        say(f"continuing {root.path}", hidden)
     try:
         with root.held():
-            outcomes = _run(cases, root, jobs, track, loader, quiet or json_)
+            outcomes = _run(cases, root, jobs, track, loader, hidden)
     except CoterieError:
         root.remove_empty()
         raise
-    failed = [outcome for outcome in outcomes if outcome.summary is None]
-    if len(failed) == len(outcomes):
+    if all(outcome.summary is None for outcome in outcomes):
         root.remove_empty()
-        raise RunsFailed(f"{failed[0].case.title} failed: {failed[0].problem}", len(failed), len(outcomes))
-    finish(outcomes, root, data, json_)
+        check_failures(outcomes)
+    return root, outcomes
+
+
+def check_failures(outcomes: Sequence[Outcome]) -> None:
+    """Raise if a run has failed."""
+    failed = [outcome for outcome in outcomes if outcome.summary is None]
     if failed:
         first = failed[0]
         raise RunsFailed(f"{first.case.title} failed: {first.problem}", len(failed), len(outcomes))
@@ -78,9 +103,8 @@ def _run(
                     found[outcome.case.title] = outcome
                     say(outcome_line(outcome, len(found), len(cases), left.left(outcome)), hidden)
     except (Interrupted, KeyboardInterrupt):
-        out = "" if root.path.parent == Path("runs") else f"--out {root.path.parent} "
-        how = f"continue with the same command and {out}--name {root.path.name}"
-        raise Interrupted(f"Stopped; {len(found)} of {len(cases)} runs are in {root.path}; {how}.") from None
+        there = f"Stopped; {len(found)} of {len(cases)} runs are in {root.path}"
+        raise Interrupted(f"{there}; the same command continues.") from None
     return [found[case.title] for case in cases]
 
 
@@ -98,14 +122,27 @@ def outcome_line(outcome: Outcome, number: int, total: int, left: float | None) 
     return f"{head} {', '.join([*parts, spent])}{rest}"
 
 
-def finish(outcomes: Sequence[Outcome], root: Comparison, dataset: str, json_: bool) -> None:
-    """Write the tables beside the runs, and print them."""
+def written(outcomes: Sequence[Outcome], root: Comparison, dataset: str) -> tuple[list[Row], list[Row]]:
+    """Write the tables beside the runs; their rows, and those of the single runs."""
     rows, records = rows_of(outcomes), [record_of(outcome) for outcome in outcomes]
-    first = next(outcome.summary for outcome in outcomes if outcome.summary is not None)
-    title = f"{dataset}, {first['clients']} clients"
     grids = grids_of(rows) if any(SITUATION in row["labels"] for row in rows) else []
     about = (root.read_object("comparison.json") or {}).get("situations", [])
-    root.write_tables(rows, records, markdown_of(title, rows, grids, about))
+    root.write_tables(rows, records, markdown_of(_title(outcomes, dataset), rows, grids, about))
+    return rows, records
+
+
+def _title(outcomes: Sequence[Outcome], dataset: str) -> str:
+    first = next(outcome.summary for outcome in outcomes if outcome.summary is not None)
+    return f"{dataset}, {first['clients']} clients"
+
+
+def finish(outcomes: Sequence[Outcome], root: Comparison, dataset: str, json_: bool) -> None:
+    """Write the tables beside the runs, and print them."""
+    rows, records = written(outcomes, root, dataset)
+    title = _title(outcomes, dataset)
+    first = next(outcome.summary for outcome in outcomes if outcome.summary is not None)
+    grids = grids_of(rows) if any(SITUATION in row["labels"] for row in rows) else []
+    about = (root.read_object("comparison.json") or {}).get("situations", [])
     if json_:
         more = {"situations": about, "methods": standings_of(rows), "runs": records} if grids else {}
         print(json.dumps({"path": str(root.path), "dataset": first["dataset"], "rows": rows, **more}))

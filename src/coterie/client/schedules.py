@@ -15,13 +15,15 @@ from coterie.errors import ConfigError, UnknownName
 Schedule = Callable[[WorkSettings, int, int | None], float]
 
 _SCHEDULES: dict[str, Schedule] = {}
+_OVER_RUN: set[str] = set()
 
 
-def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
-    """Decorator: register a schedule under a name."""
+def register_schedule(name: str, *, over_run: bool = False) -> Callable[[Schedule], Schedule]:
+    """Decorator: register a schedule under a name; `over_run` if it depends on the number of rounds."""
 
     def register(schedule: Schedule) -> Schedule:
         _SCHEDULES[name] = schedule
+        _OVER_RUN.update({name} if over_run else ())
         return schedule
 
     return register
@@ -32,6 +34,11 @@ def find_schedule(name: str) -> Schedule:
     if name not in _SCHEDULES:
         raise UnknownName("schedule", name, _SCHEDULES)
     return _SCHEDULES[name]
+
+
+def depends_on_rounds(work: WorkSettings) -> bool:
+    """Whether the learning rates of a run depend on its number of rounds."""
+    return work.schedule in _OVER_RUN
 
 
 def factor(work: WorkSettings, round: int) -> float:
@@ -63,7 +70,7 @@ def step(work: WorkSettings, round: int, rounds: int | None) -> float:
     return work.lr_decay ** ((round - 1) // work.decay_every)
 
 
-@register_schedule("cosine")
+@register_schedule("cosine", over_run=True)
 def cosine(work: WorkSettings, round: int, rounds: int | None) -> float:
     """Half a cosine, from 1 in the first round to lr_floor in the last (Loshchilov and Hutter, 2017)."""
     if rounds is None:

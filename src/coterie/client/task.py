@@ -69,9 +69,13 @@ class Task:
         """
         first = getattr(make, "first", None)
         module = make(Rng.seed(seed).at("model") if first is None else Rng(first))
-        sizes, draw = (num_classes, input_shape), lambda rng: flatten(make(rng))
+        sizes, draw = (num_classes, input_shape), functools.partial(_drawn, make)
         whole = integers and takes_integers(module)
         return cls(module, Layout.of(module), flatten(module), loss, *sizes, work, draw, make, seed, whole)
+
+
+def _drawn(make: ModelMaker, rng: Rng) -> Tensor:
+    return flatten(make(rng))
 
 
 def check_network(network: Network, task: Task, federation: Federation) -> None:

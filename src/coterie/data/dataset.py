@@ -161,7 +161,7 @@ def find_preset(name: str, settings: Mapping[str, Any] | None = None) -> Preset:
         raise ConfigError(f"dataset {name}, a plugin, must be a Preset or a Source class. Got {found!r} instead.")
     from coterie.data.sources.files import is_path, preset_of_file
 
-    if is_path(name):
+    if is_path(name) or "path" in (settings or {}):
         return preset_of_file(Path(name), settings)
     raise UnknownName("dataset", name, {*known, *plugins(DATASETS)})
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
@@ -44,7 +45,10 @@ def _federation(site: Any, context: Context) -> Any:
     name = str(site.name(context)) if hasattr(site, "name") else str(context.node_config.get("name", ""))
     if not name:
         raise ConfigError("This node has no name; start it with --node-config 'name=\"...\"' or define name(context).")
-    return one_client(name, site.load_data(context), classes_of(site))
+    made, said = one_client(name, site.load_data(context), classes_of(site)), dtype_of(site)
+    if said is not None and made.x.dtype != said:
+        raise ConfigError(f"DTYPE of task.py is {said}, and load_data returns samples of {made.x.dtype}.")
+    return made
 
 
 def state_folder(context: Context) -> Path:
@@ -62,6 +66,15 @@ def classes_of(site: Any) -> int:
     if not isinstance(found, int) or found < 0:
         raise ConfigError(f"CLASSES of task.py must be an int >= 0 (0 for regression). Got {found!r} instead.")
     return found
+
+
+def dtype_of(site: Any) -> torch.dtype | None:
+    """The type of the samples that `load_data` returns, if task.py says it: exported models say how they are scaled."""
+    found = getattr(site, "DTYPE", None)
+    known = {"uint8": torch.uint8, "int64": torch.int64, "float32": torch.float32}
+    if found is not None and found not in known:
+        raise ConfigError(f"DTYPE of task.py must be one of {', '.join(known)}. Got {found!r} instead.")
+    return None if found is None else known[found]
 
 
 def maker_of(site: Any) -> ModelMaker:

@@ -20,17 +20,20 @@ import torch
 from coterie.client.settings import WorkSettings
 from coterie.client.task import Task
 from coterie.data.federation import SPLITS, Federation
-from coterie.deploy.client import classes_of, loss_of, maker_of
+from coterie.data.values import GREY
+from coterie.deploy.client import classes_of, dtype_of, loss_of, maker_of
 from coterie.engines.flower.engine import FlowerEngine, FlowerSettings
 from coterie.engines.flower.link import Link, Member, owner_of, splits_of
 from coterie.engines.flower.site import one_client
 from coterie.errors import ConfigError, Interrupted
 from coterie.runs.execution import environment, finish
-from coterie.runs.experiment import resolve
-from coterie.runs.folder import RunFolder
+from coterie.runs.experiment import Experiment, resolve
+from coterie.runs.extension import notes_of, record
+from coterie.runs.folder import RunFolder, check_name
+from coterie.runs.kept import keep_personal, write_network
 from coterie.runs.loop import Trainer
 from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, apply_set, merge
-from coterie.settings import build, fields_of
+from coterie.settings import build, fields_of, values_of
 
 log = logging.getLogger("coterie.flower")
 
@@ -75,7 +78,7 @@ def serve(grid: Any, config: dict[str, Any], site: Any) -> dict[str, Any]:
     experiment = resolve(merge(tables | {"engine": {}}))
     settings = build(FlowerSettings, {"max_weight": _WEIGHT} | tables.get("engine", {}), "engine")
     parent, name = Path(str(config.get("run-dir", "runs"))), str(config.get("name", "deployed"))
-    folder = _folder(parent, name, tables)
+    folder = _folder(parent, name, tables, experiment)
     with folder.held():
         kept = folder.read_json("artifacts/members.json") or {"members": [], "lives": {}}
         link = Link(grid, identity, settings.poll, settings.max_samples, registered)  # type: ignore[arg-type]
@@ -90,13 +93,17 @@ def serve(grid: Any, config: dict[str, Any], site: Any) -> dict[str, Any]:
         resumed = 0 if checkpoint is None else checkpoint.round
         past = {life: min(last, resumed) for life, last in kept["lives"].items()}  # later rounds are repeated
         engine = FlowerEngine(task, federation, link, settings, run=name, past=past)
-        engine.notes += problems
+        before, now = folder.config()["run"].get("rounds"), experiment.schedule.rounds
+        if isinstance(before, int) and before != now:  # started again with another number of rounds
+            record(folder, replace(experiment, schedule=replace(experiment.schedule, rounds=before)), resumed, now)
+        engine.notes += [*problems, *notes_of(folder)]
         engine.reserved = _reserved(site, task)
         schedule = replace(experiment.schedule, checkpoint_every=0.0)  # sites keep the memory of only two rounds
         trainer = DeployedTrainer(experiment.algorithm, engine, federation, schedule, folder, observer=_log_round)
         trainer.lives = {**past, engine.life: schedule.rounds}
         trainer.write_members()
         folder.write_json("environment.json", environment(engine, federation.digest()))
+        write_network(folder, task, federation, None if dtype_of(site) else "as load_data of the sites gives them")
         if checkpoint is None:
             folder.cut_rows(0)
         else:
@@ -107,6 +114,7 @@ def serve(grid: Any, config: dict[str, Any], site: Any) -> dict[str, Any]:
         except Interrupted as error:
             log.warning("%s", error)
             return {}
+        keep_personal(folder, trainer)  # only on request: personal models are the sites' own
         head = {"algorithm": experiment.algorithm_name, "dataset": "sites", "model": "task.model"}
         return finish(trainer, head, folder, "flower", federation.digest())
 
@@ -156,7 +164,7 @@ def tables_of(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if unknown:
         known = ", ".join(sorted([*_PLACES, *_OWN]))
         raise ConfigError(f"There is no run config key '{unknown[0]}'. Known: {known}.")
-    tables: dict[str, dict[str, Any]] = {"run": {"dataset": "rotated-digits"}}
+    tables: dict[str, dict[str, Any]] = {"run": {"dataset": "rotated-digits", "keep_models": 0}}
     for key, value in config.items():
         if key in _PLACES and value != "":
             table, _, field = _PLACES[key].partition(".")
@@ -164,14 +172,16 @@ def tables_of(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return apply_set(tables, str(config.get("set", "")).split())
 
 
-def _folder(parent: Path, name: str, tables: dict[str, dict[str, Any]]) -> RunFolder:
-    """Open the run folder of that name, or create it."""
+def _folder(parent: Path, name: str, tables: dict[str, dict[str, Any]], experiment: Experiment) -> RunFolder:
+    """Open the run folder of that name, or create it with all settings of the method and of the local work."""
+    check_name(name)
     path = parent / name
     if path.exists():
         return RunFolder.open(path)
     parent.mkdir(parents=True, exist_ok=True)
     head = {**tables["run"], "dataset": "sites", "engine": "flower", "over_sites": True}
-    return RunFolder.create(parent, name, name, tables | {"run": head})
+    whole = {"algorithm": values_of(experiment.algorithm), "work": values_of(experiment.work)}
+    return RunFolder.create(parent, name, name, tables | {"run": values_of(experiment.schedule) | head, **whole})
 
 
 def _registered(folder: str) -> Callable[[], set[str]]:
@@ -227,9 +237,11 @@ def _federation(members: list[Member], site: Any) -> Federation:
     shape = maker_of(site).input_shape
     return Federation(
         name="sites",
-        x=torch.empty(0, *shape),
+        x=torch.empty(0, *shape, dtype=(kind := dtype_of(site) or torch.float32)),
         y=torch.empty(0, dtype=torch.int64),
         num_classes=classes_of(site),
+        mean=GREY if kind == torch.uint8 else 0.0,
+        std=GREY if kind == torch.uint8 else 1.0,
         **splits_of(members),
     )
 

@@ -216,6 +216,13 @@ class Algorithm(abc.ABC, Generic[S]):
         """Whether further rounds would change nothing."""
         return False
 
+    def ending(self, rounds: int, participation: float) -> tuple[int, str] | None:
+        """The first round that depends on the number of rounds of a run, and what is done there.
+
+        None if no round does: a run that is extended then equals one that was longer from the start.
+        """
+        return None
+
     def check(self, num_clients: int) -> None:
         """Refuse settings that cannot work with this number of clients."""
         clusters = getattr(self, "num_clusters", 1)
@@ -242,6 +249,11 @@ def algorithms() -> dict[str, type[Algorithm[Any]]]:
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
     return dict(sorted(_ALGORITHMS.items()))
+
+
+def is_registered(key: str, cls: type) -> bool:
+    """Whether this class is the method of that key."""
+    return _ALGORITHMS.get(key) is cls
 
 
 def load_method_of(step: str) -> None:

@@ -350,6 +350,10 @@ class Coterie(SignedMethod[CoterieState]):
     def _rounds_to_finish(self, engine: Engine) -> Tensor:
         return torch.tensor(_FINISH * (engine.task.work.total_rounds or 0))
 
+    def ending(self, rounds: int, participation: float) -> tuple[int, str] | None:
+        """In the last rounds, personal models are finished and no new clusters are looked for."""
+        return rounds + 1 - max(REST, round(1 / participation)), "coterie finishes personal models in the last rounds"
+
     def _by_class(self, engine: Engine) -> Tensor:
         return torch.tensor(float(self.signs_classes(engine)))
 

@@ -31,6 +31,7 @@ cluster that nobody trains (label 0). The points of the projection are drawn by 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -233,6 +234,12 @@ class Flux(ClusterOnce[FluxState]):
         return bool((np.diff(state.accuracies) < self.gain).any()) or (
             total is not None and done >= self.latest * total
         )
+
+    def ending(self, rounds: int, participation: float) -> tuple[int, str] | None:
+        """The warm-up ends after a share of the rounds."""
+        if self.cluster_in is not None:
+            return None
+        return math.ceil(self.latest * rounds), "flux ends its warm-up after a share of the rounds"
 
     def _clustered(self, state: FluxState, engine: Engine, cohort: Tensor, rng: Rng) -> FluxState:
         """The state with clusters of those who answered, each with the model of the warm-up."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from coterie.errors import ModelError
 from coterie.nets.flat import Layout, state_dict, takes_integers
+from coterie.nets.stand_in import StandIn
 
 
 class MixtureModel(nn.Module):
@@ -84,6 +85,11 @@ def _add_bias(module: nn.Module, bias: Tensor, input_shape: tuple[int, ...]) -> 
         return True
     head = Layout.of(module).parameters[-1]
     last = module.get_parameter(head.name)
+    if isinstance(module, StandIn):
+        if module.output_bias:
+            with torch.no_grad():
+                last.add_(nn.functional.pad(bias, (0, len(last) - len(bias))))
+        return module.output_bias
     if not head.name.endswith("bias") or last.shape != bias.shape:
         return False
     module.eval()

@@ -15,7 +15,7 @@ from torch import nn
 
 from coterie.errors import ConfigError, CoterieError, ModelError, UnknownName
 from coterie.randomness import Rng
-from coterie.trust import MODELS, import_object, load_plugin, plugins
+from coterie.trust import MODELS, import_object, load_plugin, plugins, spec_of
 
 Builder = Callable[..., nn.Module]
 
@@ -79,6 +79,13 @@ class ModelMaker:
     input_shape: tuple[int, ...]
     outputs: int
     first: int | None = None  # torch's seed for the first weights of a run; None: they follow from the run's seed
+
+    @property
+    def name(self) -> str:
+        """The name of the model, or the `module:callable` by which it can be made again, where that is known."""
+        if isinstance(self.model, str):
+            return self.model
+        return spec_of(self.model) or str(getattr(self.model, "__name__", "own model"))
 
     def __call__(self, rng: Rng) -> nn.Module:
         return build_model(self.model, self.settings, self.input_shape, self.outputs, rng)

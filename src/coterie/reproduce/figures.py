@@ -383,7 +383,7 @@ def features(result: Result, runs: Path, folder: Path) -> list[Path]:
     Features are what the last layer gets. The clients are the one with most samples, and one with few. The runs must
     have kept their models.
     """
-    from coterie.runs.execution import open_run
+    from coterie.runs.opening import open_run
 
     places = {cell["row"]: runs / cell["runs"][0] for cell in result["cells"] if cell["runs"]}
     if not places:

@@ -32,6 +32,7 @@ from coterie.engines.base import resolve_device
 from coterie.engines.cache import alone
 from coterie.engines.settings import settings_class
 from coterie.errors import CoterieError, Interrupted, RunError
+from coterie.runs.checks import check_same
 from coterie.runs.execution import execute
 from coterie.runs.experiment import Experiment, resolve
 from coterie.runs.files import Files
@@ -87,7 +88,9 @@ class Case:
         """Equal for cases with the same samples, however partitioned."""
         experiment = self.experiment
         drawn = None if getattr(experiment.source, "is_fixed", False) else (experiment.clients, self.seed)
-        return repr((experiment.source, experiment.data_dir, drawn))
+        # Paths are whole in the tables, which other processes get.
+        source = type(experiment.source).__name__
+        return repr((source, self.tables["dataset"], self.tables["run"].get("data_dir"), drawn))
 
     @property
     def data_key(self) -> str:
@@ -126,6 +129,8 @@ class Loader:
 
     def federation(self, case: Case) -> Federation:
         """The clients of a case and their data."""
+        if case.experiment.source is None:
+            return case.experiment.federation()
         if self._federation is None or self._federation[0] != case.data_key:
             if self._samples is None or self._samples[0] != case.samples_key:
                 self._samples = case.samples_key, self._load(case)
@@ -178,15 +183,7 @@ def check_folders(cases: Sequence[Case], root: Path, ignored: Sequence[str] = ()
         path = root / case.place
         if not (path / "config.toml").exists():
             continue
-        there, here = RunFolder(path).config(), tomllib.loads(to_toml(case.tables))
-        for table in here:
-            own, other = here[table], there.get(table, {})
-            for key in sorted({*own, *other} - ({*ignored} if table == "run" else set())):
-                if own.get(key) != other.get(key):
-                    raise RunError(
-                        f"{path} has other settings: {table}.{key} is {other.get(key)!r} there and {own.get(key)!r} "
-                        f"here. Choose another {option}, or give the settings of the first command."
-                    )
+        check_same(path, RunFolder(path).config(), tomllib.loads(to_toml(case.tables)), ignored, option)
 
 
 Watch = Callable[[Case], AbstractContextManager[Listener | None]]

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import CheckpointError, RunError
-from coterie.runs.files import reason
+from coterie.runs.files import Files, reason
 from coterie.runs.metrics import METRICS, QUANTILES, SCORES
+from coterie.runs.settings import Schedule
+from coterie.settings import fields_of
+
+if TYPE_CHECKING:  # readers of folders do not wait for torch
+    from coterie.data.federation import Federation
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -57,6 +63,25 @@ def check_settings(stored: Any, now: Mapping[str, Any], where: object, override:
         )
 
 
+def check_same(
+    path: Path, there: Mapping[str, Any], here: Mapping[str, Any], ignored: Collection[str], option: str
+) -> None:
+    """Raise if the settings in a folder are not those asked for; `ignored` are fields of [run] that may differ.
+
+    A field of [run] that an earlier version did not write has its default there.
+    """
+    defaults = {name: field.default for name, field in fields_of(Schedule).items()}
+    for table in here:
+        own, other = here[table], there.get(table, {})
+        for key in sorted({*own, *other} - ({*ignored} if table == "run" else set())):
+            before = other.get(key, defaults.get(key) if table == "run" else None)
+            if own.get(key) != before:
+                raise RunError(
+                    f"{path} has other settings: {table}.{key} is {before!r} there and {own.get(key)!r} here. "
+                    f"Choose another {option}, or give the settings of the first command."
+                )
+
+
 def plain_settings(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as a checkpoint stores them, in JSON."""
     found: dict[str, Any] = json.loads(json.dumps(tables, default=str))
@@ -69,6 +94,64 @@ def _items(table: Any) -> Iterable[tuple[str, Any]]:
 
 def _shown(values: Mapping[tuple[str, str], Any], place: tuple[str, str]) -> str:
     return repr(values[place])[:80] if place in values else "missing"
+
+
+# ---- data ----
+
+
+def check_data(folder: Files, federation: Federation, digest: str, place: str | None) -> None:
+    """Raise if the data is not that of the run in a folder; says what differs. `place` is the user's file."""
+    before = folder.read_object("environment.json") or {}
+    if before.get("digest") == digest:
+        return
+    now = federation.manifest()
+    stored = folder.read_object("artifacts/manifest.json") or {}
+    which = place if place is not None else f"The data of {folder.path}"
+    raise RunError(
+        f"{which} has changed since the run in {folder.path} began: {difference(stored, now)}. Restore it, or name the "
+        "right file with --data PATH."
+    )
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between the data of two manifests, in words.
+
+    >>> difference({"clients": ["a", "b"]}, {"clients": ["a"]})
+    "client 'b' is missing"
+    """
+    try:
+        old, new = list(before.get("clients", [])), list(now["clients"])
+        for words, names in (("is missing", set(old) - set(new)), ("is new", set(new) - set(old))):
+            if names:
+                more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+                return f"client '{min(names)}' {words}{more}"
+        if old != new:
+            return "the clients are in another order"
+        told = []
+        for split in ("train", "valid", "test"):
+            told += [
+                f"client '{name}' has {b} {split} samples, not {a}"
+                for name, a, b in zip(old, before[split], now[split], strict=True)
+                if a != b
+            ]
+        classes = [len((found["label_counts"] or [[]])[0]) for found in (before, now)]
+        if classes[0] != classes[1]:
+            told.insert(0, f"it has {classes[1]} classes, not {classes[0]}")
+        if not told and classes[0]:
+            told = [
+                f"client '{name}' has {b} training samples of class {place}, not {a}"
+                for name, x, y in zip(old, before["label_counts"], now["label_counts"], strict=True)
+                for place, (a, b) in enumerate(zip(x, y, strict=True))
+                if a != b
+            ]
+        if told:
+            return told[0] + (f", and {len(told) - 1} more such differences" if len(told) > 1 else "")
+        for key in ("groups", "views", "moves", "reserved"):
+            if before.get(key) != now[key]:
+                return f"its {key} are others"
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return "it cannot be compared"
+    return "sizes and labels are the same, but values of samples differ"
 
 
 # ---- checkpoints ----

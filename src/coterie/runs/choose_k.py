@@ -48,9 +48,9 @@ from coterie.methods.parts.signatures import Signatures
 from coterie.methods.parts.start import signatures_in, warmed_up
 from coterie.nets.sketch import Sketch
 from coterie.randomness import Rng, uniform
-from coterie.runs.experiment import Experiment
+from coterie.runs.experiment import Experiment, resolve
 from coterie.runs.newcomers import shuffled, split_unseen
-from coterie.runs.settings import LARGEST_K, PROBE_CLIENTS, PROBE_ROUNDS
+from coterie.runs.settings import AUTO, LARGEST_K, PROBE_CLIENTS, PROBE_ROUNDS, Tables, merge
 from coterie.settings import check
 
 FOLDS = 3  # each sample of a client is held out in one of them
@@ -503,3 +503,24 @@ def first_by_gap(rows: Sequence[Row]) -> int | None:
         if row.gap >= after.gap - after.gap_error:
             return row.clusters
     return None
+
+
+def with_chosen_k(
+    tables: Tables, say: Callable[[str], None] = lambda text: None, make: Callable[[Tables], Experiment] = resolve
+) -> tuple[Experiment, Choice | None]:
+    """The experiment of settings, with its data; if its number of clusters is 'auto', the number is chosen first.
+
+    `make` makes an experiment of settings.
+    """
+    if tables["algorithm"].get("num_clusters") != AUTO:
+        return make(tables).loaded(), None
+    trial = make(merge(tables, {"algorithm": {"num_clusters": 1}})).loaded()
+    if not hasattr(trial.algorithm, "num_clusters"):
+        return trial, None  # a note says that clusters are not used
+    if type(trial.algorithm).num_clusters == AUTO:  # the method finds it in the run
+        return make(tables).loaded(), None
+    say(f"choosing the number of clusters of {trial.dataset}")
+    choice = choose_k(trial, last=None)
+    experiment = make(merge(tables, {"algorithm": {"num_clusters": choice.recommended}}))
+    say(f"chosen: {choice.recommended} clusters, because {choice.reason}")
+    return replace(experiment, data=trial.data), choice

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import glob
 import io
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from coterie.errors import RunError
 from coterie.methods.base import find_algorithm
 from coterie.runs.batch import SITUATION, Case, Outcome, check_folders
 from coterie.runs.files import SCHEMA, Files
-from coterie.runs.folder import RunFolder
+from coterie.runs.folder import RunFolder, check_name
 from coterie.runs.metrics import metrics, nested
 from coterie.runs.situations import Situation
 
@@ -34,14 +35,23 @@ _FEDAVG = "fedavg"
 class Comparison(Files):
     """The folder of a comparison."""
 
+    is_continued = False  # whether it was there before
+
     @classmethod
     def create(
         cls, out: Path, name: str | None, default: str, cases: Sequence[Case], situations: Sequence[Situation] = ()
     ) -> Comparison:
-        """A new folder, or the one of that name if its runs are among the cases and have the same settings."""
+        """A new folder, or the one of that name if its runs are among the cases and have the same settings.
+
+        Without a name, an unfinished comparison of the same cases goes on: the same command continues what was stopped.
+        """
+        check_name(name)
+        stopped = None if name is not None else cls._stopped(out, default, cases)
         if name is not None and (out / name / FILE).exists():
             found = cls(out / name)
             found._check(cases)
+        elif stopped is not None:
+            found, stopped.is_continued = stopped, True
         else:
             folder = RunFolder.create(out, name, default, {"table": {"name": default}})
             folder.unlock()
@@ -50,6 +60,21 @@ class Comparison(Files):
             found = cls(folder.path)
         found._write(FILE, found._described(cases, situations))
         return found
+
+    @classmethod
+    def _stopped(cls, out: Path, default: str, cases: Sequence[Case]) -> Comparison | None:
+        """The unfinished comparison of just these cases under a default name, if there is one."""
+        for path in sorted(out.glob(f"{glob.escape(default)}*")):
+            is_default = path.name == default or path.name.removeprefix(f"{default}-").isdigit()
+            found = cls(path)
+            if not is_default or not (path / FILE).is_file() or (path / "table.json").exists() or found.is_held():
+                continue
+            with contextlib.suppress(RunError, KeyError, TypeError, AttributeError):
+                content = found.read_object(FILE) or {}
+                if {run["title"] for run in content["runs"]} == {case.title for case in cases}:
+                    check_folders(cases, path)
+                    return found
+        return None
 
     def _check(self, cases: Sequence[Case]) -> None:
         content = self.read_object(FILE) or {}

@@ -1,14 +1,16 @@
-"""Run an experiment to its end, resume it from its folder, or open a finished one."""
+"""Run an experiment to its end, or resume it from its folder."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
+import logging
+import os
 import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,21 @@ import torch
 from coterie.data.federation import Federation
 from coterie.engines import make_engine
 from coterie.engines.base import Engine
-from coterie.errors import CheckpointError, CoterieError, Interrupted, RunError, StorageError
-from coterie.runs.checks import check_settings, unfit
+from coterie.errors import CoterieError, Interrupted, StorageError
+from coterie.runs.checks import check_data, unfit
 from coterie.runs.divergence import large_features
-from coterie.runs.experiment import Experiment, resolve
+from coterie.runs.experiment import Experiment
+from coterie.runs.extension import check_unchanged, notes_of
 from coterie.runs.folder import RunFolder
+from coterie.runs.kept import keep_personal, write_network
 from coterie.runs.loop import Trainer, attack_of
 from coterie.runs.newcomers import Newcomers, split_unseen
 from coterie.runs.observers import Listener, RunInfo, Several
 from coterie.runs.result import Result
 from coterie.settings import check
-from coterie.trust import check_trust
 from coterie.version import VERSION
+
+log = logging.getLogger("coterie.runs")
 
 _KEPT = ("chunk", "memory", "precision", "plan", "piece", "workers", "cpus")  # of the plan, by a resumed run
 
@@ -74,15 +79,15 @@ def _train(
     check(experiment.work)
     checkpoint, problems = (None, []) if folder is None else folder.load_checkpoint()
     if folder is not None and checkpoint is not None:
-        check_settings(checkpoint.plain.get("settings"), folder.config(), folder.path, override)
+        check_unchanged(folder, checkpoint, override)
     experiment = experiment.loaded()
     everyone, schedule = experiment.federation(), experiment.schedule
-    digest = everyone.digest()
+    digest, place = everyone.digest(), experiment.place_of_data
     before = None if folder is None else folder.read_object("environment.json")
-    if before is not None and folder is not None and before.get("digest") != digest:
-        raise RunError(f"The data of {folder.path} has changed since the run began; it cannot be resumed.")
+    if before is not None and folder is not None:
+        check_data(folder, everyone, digest, place)
     # A resumed run takes the plan it began with, so that sums are taken in the same order.
-    plan = _plan_of(before) if experiment.engine in ("vectorized", "ray") else {}
+    plan = plan_of(before) if experiment.engine in ("vectorized", "ray") else {}
     chosen = {key: plan[key] for key in _KEPT if key in plan}
     federation, held_out = participants(experiment)
     engine_settings = chosen | experiment.engine_settings
@@ -97,7 +102,9 @@ def _train(
         choice = folder.read_object("artifacts/choose-k.json")
         if choice is not None:
             engine.notes.append(f"--clusters auto chose K = {choice.get('recommended')}: {choice.get('reason')}")
-        folder.write_json("environment.json", environment(engine, digest))
+        engine.notes += notes_of(folder)
+        folder.write_json("environment.json", environment(engine, digest, data_facts(folder, place)))
+        write_network(folder, engine.task, everyone)
         unseen = [] if held_out is None else list(held_out.names)
         folder.write_json("artifacts/manifest.json", {"seed": schedule.seed, "unseen": unseen, **everyone.manifest()})
         engine.notes += problems
@@ -107,6 +114,11 @@ def _train(
             folder.cut_rows(0)
     name, path = (experiment.default_name, None) if folder is None else (folder.path.name, folder.path)
     settings = experiment.tables() if folder is None else folder.config()
+    title = f"{name}: {experiment.algorithm_name} on {experiment.dataset}, {len(federation)} clients"
+    planned = f"seed {schedule.seed}, round {trainer.progress.round} of {schedule.rounds}"
+    log.info("%s, %s, %s", title, experiment.model_name, planned)
+    for note in engine.notes:
+        log.info("%s: %s", name, note)
     observers.begin(RunInfo(name, settings, path, trainer.progress.round))
     result = Result(trainer, {}, held_out)
     try:
@@ -120,6 +132,8 @@ def _train(
             "inputs": everyone.scaling,
         }
         result.summary = finish(trainer, head, folder, experiment.engine, digest, newcomers)
+        if folder is not None:
+            keep_personal(folder, trainer, newcomers)  # after the summary: it is no part of the run's traffic
     except BaseException as error:
         observers.end(None)
         is_first = checkpoint is not None and trainer.progress.round <= checkpoint.round + 1
@@ -128,6 +142,8 @@ def _train(
             assert checkpoint is not None
             raise unfit(folder.path, checkpoint.round, error) from error  # the first use of what was stored
         raise
+    score = result.summary["accuracy"] or result.summary["loss"] or {}
+    log.info("%s: finished after %d rounds, %s", name, result.summary["rounds"], score.get("macro"))
     observers.end(result.summary)
     return result
 
@@ -160,50 +176,23 @@ def finish(
     return summary
 
 
-def open_run(path: str | Path, *, trust: bool = False, override: bool = False) -> Result:
-    """A finished run of the command line, from its folder, which is not changed.
-
-    `trust`: see `check_trust`. `override`: the settings may differ from those of the checkpoint.
-    """
-    folder = RunFolder.open(Path(path))
-    summary = folder.summary()
-    if summary is None:
-        raise RunError(f"{path} is not finished. Resume it with 'coterie resume {path}'.")
-    tables = folder.config()
-    tables.pop("schema")
-    if tables["run"].get("over_sites"):
-        raise RunError(f"{path} is a deployed run. It cannot be opened here: its data is at the sites.")
-    if tables["run"].get("from_python"):
-        raise RunError(f"{path} was started from Python with its own objects. It cannot be opened from its folder.")
-    check_trust(tables, folder.path, trust)
-    checkpoint, problems = folder.load_checkpoint()
-    if checkpoint is not None:
-        check_settings(checkpoint.plain.get("settings"), tables, folder.path, override)
-    experiment = resolve(tables).loaded()
-    if experiment.device.startswith("cuda") and not torch.cuda.is_available():
-        experiment = replace(experiment, device="cpu")
-    before = folder.read_object("environment.json")
-    if before is None or before.get("digest") != experiment.federation().digest():
-        raise RunError(f"The data of {path} has changed since the run began; it cannot be opened.")
-    if checkpoint is None or checkpoint.round != summary["rounds"]:
-        raise CheckpointError(" ".join([f"The last checkpoint of {path} is missing or damaged.", *problems[:1]]))
-    federation, held_out = participants(experiment)
-    settings = {"precision": _plan_of(before).get("precision", "auto")}
-    is_here = experiment.engine != "ray"  # to look at a finished run, no workers are started
-    name, settings = (experiment.engine, settings | experiment.engine_settings) if is_here else ("vectorized", settings)
-    engine = make_engine(name, experiment.task(), federation, experiment.device, settings)
-    trainer = Trainer(experiment.algorithm, engine, federation, experiment.schedule, folder)
-    trainer.load(checkpoint)
-    return Result(trainer, summary, held_out)
-
-
-def _plan_of(environment: Mapping[str, Any] | None) -> dict[str, Any]:
+def plan_of(environment: Mapping[str, Any] | None) -> dict[str, Any]:
     """What the engine chose when the run began."""
     plan = (environment or {}).get("plan")
     return plan if isinstance(plan, dict) else {}
 
 
-def environment(engine: Engine, digest: str) -> dict[str, Any]:
+def data_facts(folder: RunFolder, place: str | None) -> dict[str, str] | None:
+    """Where the user's file is, also as seen from the run folder: both may be moved together."""
+    if place is None:
+        return None
+    facts = {"path": place}
+    with contextlib.suppress(ValueError):  # on another drive
+        facts["relative"] = os.path.relpath(place, os.path.abspath(folder.path))
+    return facts
+
+
+def environment(engine: Engine, digest: str, data: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The machine and the versions of a run."""
     return {
         "coterie": VERSION,
@@ -219,6 +208,7 @@ def environment(engine: Engine, digest: str) -> dict[str, Any]:
         "plan": engine.describe(),
         "notes": list(engine.notes),
         "digest": digest,
+        **({} if data is None else {"data": dict(data)}),
     }
 
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from coterie.client.schedules import depends_on_rounds
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.dataset import Dataset, find_preset, source_class
 from coterie.data.federation import Federation
 from coterie.data.scenario import Scenario
-from coterie.errors import UnknownName
-from coterie.methods.base import Algorithm, find_algorithm
+from coterie.errors import ConfigError, UnknownName
+from coterie.methods.base import Algorithm, find_algorithm, is_registered
 from coterie.nets.flat import LOSSES, Loss
 from coterie.nets.registry import Builder, ModelMaker, find_model, model_settings
 from coterie.randomness import Rng
 from coterie.runs.settings import RunSettings, Schedule, Tables, build_run, merge
 from coterie.settings import build, fields_of, values_of
-from coterie.trust import import_object
+from coterie.trust import import_object, spec_of
+
+log = logging.getLogger("coterie.data")
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,15 @@ class Experiment:
     scenario: Scenario | None = None
     data_dir: str | None = None
     data: Federation | None = None  # given by the user, or already loaded
-    from_python: bool = False  # with Python objects, which the folder does not hold
     notes: list[str] = field(default_factory=list)
 
     def samples(self) -> Dataset:
         """The samples before they belong to clients."""
         folder = None if self.data_dir is None else Path(self.data_dir)
         found: Dataset = self.source.load(self.clients, self._data_rng, folder)
+        log.info(
+            "%s: %d samples of shape %s, %d classes", self.dataset, len(found), found.input_shape, found.num_classes
+        )
         return found
 
     @property
@@ -91,26 +98,62 @@ class Experiment:
         """The name of the run folder if the user chooses none."""
         return f"{Path(self.dataset).stem}-{self.algorithm_name.replace(':', '-')}-s{self.schedule.seed}"
 
+    @property
+    def ending(self) -> tuple[int, str] | None:
+        """The first round that depends on the number of rounds, and why; None if none does."""
+        if depends_on_rounds(self.work):
+            return 1, f"its learning rates follow the schedule {self.work.schedule} over all rounds"
+        return self.algorithm.ending(self.schedule.rounds, self.schedule.participation)
+
+    @property
+    def _names(self) -> dict[str, str | None]:
+        """The names of what may be a Python object, by which it is found again; None if it cannot be."""
+        method = type(self.algorithm)
+        known = is_registered(self.algorithm_name, method) or ":" in self.algorithm_name
+        return {
+            "data": None if self.source is None else self.dataset,
+            "algorithm": self.algorithm_name if known else spec_of(method),
+            "model": self.model if isinstance(self.model, str) else spec_of(self.model),
+            "loss": self.loss if isinstance(self.loss, str) else spec_of(self.loss),
+            "work": "sgd" if type(self.work) is SGD else None,
+        }
+
+    @property
+    def objects(self) -> list[str]:
+        """The Python objects of this run that its folder cannot name: they must be given again to open it."""
+        return [part for part, name in self._names.items() if name is None]
+
+    def _source_values(self) -> dict[str, Any]:
+        """The settings of the source; a path is whole, so that the run can be opened from any folder."""
+        values = {} if self.source is None else values_of(self.source)
+        return values | ({"path": os.path.abspath(values["path"])} if "path" in values else {})
+
+    @property
+    def place_of_data(self) -> str | None:
+        """The whole path of the user's file; None for other data."""
+        found = self._source_values().get("path")
+        return None if found is None else str(found)
+
     def tables(self) -> Tables:
         """The settings as config.toml holds them."""
         run: dict[str, Any] = {
-            "algorithm": self.algorithm_name,
+            "algorithm": self._names["algorithm"] or self.algorithm_name,
             "dataset": self.dataset,
             "scenario": None if self.scenario is None else self.scenario.name,
-            "model": self.model_name,
+            "model": self._names["model"] or self.model_name,
             "clients": self.clients,
-            "loss": self.loss if isinstance(self.loss, str) else getattr(self.loss, "__name__", "own loss"),
+            "loss": self._names["loss"] or getattr(self.loss, "__name__", "own loss"),
             "engine": self.engine,
             "device": self.device,
-            "data_dir": self.data_dir,
+            "data_dir": None if self.data_dir is None else os.path.abspath(self.data_dir),
             **values_of(self.schedule),
-            "from_python": self.from_python or None,
+            "from_python": self.objects or None,
         }
         return {
             "run": {key: value for key, value in run.items() if value is not None},
             "algorithm": values_of(self.algorithm),
             "work": values_of(self.work),
-            "dataset": {} if self.source is None else values_of(self.source),
+            "dataset": self._source_values(),
             "scenario": {} if self.scenario is None else self.scenario.values,
             "model": dict(self.model_settings),
             "engine": dict(self.engine_settings),
@@ -171,6 +214,34 @@ def resolve(tables: Tables) -> Experiment:
         device=run.device,
         data_dir=run.data_dir or None,
         engine_settings=tables["engine"],
+        notes=notes,
+    )
+
+
+def resolve_own(tables: Tables, data: Federation) -> Experiment:
+    """The experiment of settings over a federation: it has a partition, and no defaults of its own."""
+    tables = merge(tables)
+    run, schedule = build_run(tables["run"])
+    for name, given in {"clients": run.clients, "scenario": run.scenario, "data_dir": run.data_dir}.items():
+        if given is not None:
+            raise ConfigError(f"{name} is for named datasets and files; the federation {data.name} has its clients.")
+    algorithm_class, notes = find_algorithm(run.algorithm), list[str]()
+    if "num_clusters" in tables["algorithm"] and "num_clusters" not in fields_of(algorithm_class):
+        tables["algorithm"].pop("num_clusters")
+        notes.append(f"{run.algorithm} has no clusters; clusters is ignored")
+    return Experiment(
+        algorithm=build(algorithm_class, tables["algorithm"], "algorithm"),
+        algorithm_name=run.algorithm,
+        dataset=data.name,
+        model=run.model or "mlp",
+        model_settings=tables["model"],
+        work=build(SGD, tables["work"], "work"),
+        schedule=schedule,
+        loss=run.loss,
+        engine=run.engine,
+        device=run.device,
+        engine_settings=tables["engine"],
+        data=data,
         notes=notes,
     )
 

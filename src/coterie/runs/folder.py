@@ -60,6 +60,7 @@ class RunFolder(Files):
     @classmethod
     def create(cls, root: Path, name: str | None, default_name: str, config: Mapping[str, Any]) -> RunFolder:
         """Create a folder. A name must be free; a default name gets the next free number."""
+        check_name(name)
         settings = to_toml({"schema": SCHEMA, **config})
         try:
             settings.encode()
@@ -198,6 +199,19 @@ class RunFolder(Files):
         np.savez_compressed(buffer := io.BytesIO(), **arrays)  # type: ignore[arg-type]
         self._write_bytes(name, buffer.getvalue())
 
+    def write_tensors(self, name: str, tensors: Mapping[str, Tensor], facts: Mapping[str, str] | None = None) -> None:
+        self._write_bytes(name, safetensors.torch.save(storable(tensors), dict(facts or {})))
+
+    def tensors(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+        """The tensors of a file and its texts; None if it is missing."""
+        try:
+            if self._digest(name) is None:  # also looks at its header
+                return None
+            with safetensors.safe_open(self.place(name), framework="pt") as file:
+                return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise RunError(f"{self.path / name} is damaged: {reason(error)}.") from error
+
     def _write_bytes(self, name: str, content: bytes) -> None:
         """Write a whole file, or leave the old one as it was."""
         path = self.place(name)
@@ -228,8 +242,8 @@ class RunFolder(Files):
                 _sync(self.path / "rounds.jsonl")  # a power cut must not lose rows that the checkpoint counts
             _remove(temporary)
             temporary.mkdir()
-            safetensors.torch.save_file(_storable(checkpoint.tensors), temporary / "tensors.safetensors")
-            state = {"schema": SCHEMA, "round": checkpoint.round, **checkpoint.plain}
+            safetensors.torch.save_file(storable(checkpoint.tensors), temporary / "tensors.safetensors")
+            state = {"schema": SCHEMA, **checkpoint.plain, "round": checkpoint.round}
             (temporary / "state.json").write_text(json.dumps(state))
             digests = {name: self._digest(f"checkpoint/{temporary.name}/{name}") for name in _PARTS}
             (temporary / "digests.json").write_text(json.dumps(digests))
@@ -251,6 +265,7 @@ class RunFolder(Files):
         """Remove the checkpoints of a finished run: its numbers stay, its models do not."""
         if (self.path / "summary.json").exists():
             shutil.rmtree(self.path / "checkpoint", ignore_errors=True)
+            (self.path / "artifacts" / "personal.safetensors").unlink(missing_ok=True)
 
     def load_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest intact checkpoint, and a sentence about each damaged one."""
@@ -307,6 +322,14 @@ class RunFolder(Files):
         return [round for round in rounds if not (home / _folder_name(round)).is_symlink()]
 
 
+def check_name(name: str | None) -> None:
+    """Raise ConfigError unless the name of a folder is one: no path that leads elsewhere."""
+    if name is not None and (name in ("", ".", "..") or any(sign in name for sign in ("/", "\\", "\0"))):
+        raise ConfigError(
+            f"--name must be the name of a folder, without slashes; --out says where. Got {name!r} instead."
+        )
+
+
 def _is_left_over(path: Path) -> bool:
     """Whether a folder holds no more than `create` makes before the settings."""
     try:
@@ -336,7 +359,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors on the CPU, contiguous, and each in memory of its own, as safetensors requires."""
     stored: dict[str, Tensor] = {}
     taken: set[int] = set()

@@ -7,6 +7,7 @@ then complete one round later; until then it is pending, also in checkpoints.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +52,8 @@ from coterie.runs.metrics import (
 from coterie.runs.observers import Listener, Row, Several
 from coterie.runs.settings import Schedule
 from coterie.settings import check
+
+log, methods = logging.getLogger("coterie.runs"), logging.getLogger("coterie.methods")
 
 _SHOW_EVERY = 2.0  # seconds, at least, between two writes of the arrays that reports read
 _SHOW_SHARE = 50  # such a write may take one part in fifty of the time
@@ -328,6 +331,7 @@ class Trainer:
 
     def _report(self, rows: list[Row]) -> None:
         for row in rows:
+            _log_round(row)
             try:
                 self._observer.round(row)
             except StopRun as stop:
@@ -485,6 +489,17 @@ class Trainer:
         self._saved_at = time.monotonic()
         if self.folder is None:
             return
+        # The arrays come first: a run that is killed in between resumes from the checkpoint before, and writes both.
+        self._show()
+        try:
+            self.folder.save_checkpoint(self.snapshot())
+        except TypeError as error:
+            name = type(self.state).__name__
+            raise MethodError(f"{name} cannot be saved: {error}. Its fields must be tensors or JSON.") from error
+        log.debug("%s: checkpoint of round %d", self.folder.path, self.progress.round)
+
+    def snapshot(self) -> Checkpoint:
+        """Everything that is needed to go on after this round, besides the rows of the rounds."""
         served = Moment(self.served_round, self.state, dict(self.engine.memory_tensors()))
         other = self._best if self._last is None else self._last
         other = None if other is None or other.state is self.state else other
@@ -500,17 +515,12 @@ class Trainer:
             "score_rounds": self.progress.score_rounds,
             "seconds": self.progress.seconds,
             "notes": self.engine.notes,
-            "rows_bytes": self.folder.rows_bytes(),
+            "round": self.progress.round,
+            "rows_bytes": 0 if self.folder is None else self.folder.rows_bytes(),
             "settings": self._settings,
             "pending": None if self._pending is None else self._pending.row,
         }
-        # The arrays come first: a run that is killed in between resumes from the checkpoint before, and writes both.
-        self._show()
-        try:
-            self.folder.save_checkpoint(Checkpoint(self.progress.round, tensors, plain))
-        except TypeError as error:
-            name = type(self.state).__name__
-            raise MethodError(f"{name} cannot be saved: {error}. Its fields must be tensors or JSON.") from error
+        return Checkpoint(self.progress.round, tensors, plain)
 
     def _show(self) -> None:
         """Write the arrays that reports read, during the run and after it."""
@@ -572,9 +582,9 @@ class Trainer:
         with contextlib.suppress(RunError):  # damaged: the map of the models starts again
             self.sketches.load(self.folder.arrays("artifacts/sketches.npz") or {})
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """As `restore`, without changing the folder."""
-        assert self.folder is not None
+    def load(self, checkpoint: Checkpoint, rows: list[Row] | None = None) -> None:
+        """As `restore`, without changing the folder; `rows` are those of the rounds, by default the folder's."""
+        rows = rows if self.folder is None or rows is not None else self.folder.rows()
         tensors, plain = checkpoint.tensors, checkpoint.plain
 
         def under(prefix: str) -> dict[str, Tensor]:
@@ -590,7 +600,7 @@ class Trainer:
                 state = self._restored(under("other.state."), other["state"])
                 other = Moment(other["round"], state, under("other.memory."))
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-            raise unfit(self.folder.path, checkpoint.round, error) from error
+            raise unfit(self._place, checkpoint.round, error) from error
         self.engine.ledger.entries = plain["ledger"]
         self.engine.failures[:] = [Failure(**values) for values in plain["failures"]]
         self.engine.notes[:] = list(dict.fromkeys([*plain["notes"], *self.engine.notes]))
@@ -598,7 +608,7 @@ class Trainer:
         count = len(plain["score_rounds"])
         self.progress = Progress(
             round=checkpoint.round,
-            rows=self.folder.rows()[: checkpoint.round],
+            rows=(rows or [])[: checkpoint.round],
             labels=list(tensors["history.labels"].numpy()),
             scores=[{name: values[i] for name, values in history.items()} for i in range(count)],
             score_rounds=list(plain["score_rounds"]),
@@ -617,10 +627,13 @@ class Trainer:
         if joined > 0:
             self.state = self.state.with_more_clients(joined)
 
+    @property
+    def _place(self) -> object:
+        return "memory" if self.folder is None else self.folder.path
+
     def _check_fit(self, checkpoint: Checkpoint) -> None:
-        assert self.folder is not None
         tensors, plain, clients = checkpoint.tensors, checkpoint.plain, self.engine.num_clients
-        check_checkpoint(tensors, plain, checkpoint.round, clients, self.folder.path)
+        check_checkpoint(tensors, plain, checkpoint.round, clients, self._place)
 
     def _restored(self, tensors: dict[str, Tensor], plain: dict[str, Any]) -> Any:
         """A state of a checkpoint, checked; older ones hold also what does not travel."""
@@ -650,6 +663,17 @@ class Trainer:
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _log_round(row: Row) -> None:
+    """Log a round and what the method did in it."""
+    score = row.get("accuracy") or row.get("loss") or {}
+    shown = "not evaluated" if score.get("macro") is None else f"{score['macro']:.4f}"
+    log.debug("round %d: %s, cluster sizes %s", row["round"], shown, row["cluster_sizes"])
+    for repair in row["repairs"]:
+        methods.info("round %d: repair, %s", row["round"], repair.get("reason"))
+    for decision in row["decisions"]:
+        methods.info("round %d: %s of clusters %s", row["round"], decision.get("what"), decision.get("clusters"))
 
 
 def attack_of(keys: Tensor, schedule: Schedule) -> Attack:

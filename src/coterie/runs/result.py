@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from coterie.data.federation import Federation
-from coterie.errors import ConfigError, MissingExtra, nearest_name
+from coterie.engines import make_engine
+from coterie.engines.absent import AbsentEngine
+from coterie.engines.base import Engine
+from coterie.errors import ConfigError, MissingExtra, RunError, nearest_name
+from coterie.methods.base import Personal
 from coterie.nets.flat import state_dict
 from coterie.nets.mixture import Served
+from coterie.nets.registry import ModelMaker
 from coterie.randomness import Rng
+from coterie.runs.folder import RunFolder
+from coterie.runs.kept import inputs_of, is_in_table, kept_personal
 from coterie.runs.loop import Trainer
 from coterie.runs.newcomers import Newcomers, like_the_run, onboard, personal_models
 from coterie.runs.observers import Row
+from coterie.runs.saving import save_model
 from coterie.settings import values_of
+from coterie.version import VERSION
+
+
+class NotKept(RunError):
+    """A personal model that the run folder does not hold: it takes the data of the run."""
 
 
 class Result:
@@ -78,12 +94,97 @@ class Result:
         held_out = () if self._held_out is None else self._held_out.names
         if client in held_out and self.unseen is not None:
             return next(self.unseen.models(torch.tensor([held_out.index(str(client))])))[1]
+        if not self.has_data and self._trainer.folder is not None:
+            is_number = isinstance(client, int) and 0 <= client < len(names)
+            name = names[int(client)] if is_number else str(client)
+            kept = kept_personal(self._trainer.folder, name, self._trainer.engine.task)
+            if kept is not None:
+                return kept
         number = names.index(client) if isinstance(client, str) and client in names else client
         if not isinstance(number, int) or not 0 <= number < len(names):
             nearest = nearest_name(str(client), (*names, *held_out))
             hint = f" Did you mean '{nearest}'?" if nearest else ""
             raise ConfigError(f"There is no client {client!r}. Clients are {names[0]} ... {names[-1]}.{hint}")
+        if not self.has_data and not is_in_table(self._personal(number)):
+            where = f"The model of {names[number]} is not in {self.path}: the client makes it of its own data"
+            if self.is_deployed:
+                raise NotKept(
+                    f'{where}. Let the sites send theirs when the run is started: set = "run.keep_models=64".'
+                )
+            raise NotKept(f"{where}. Open the run with its data, or start it with --set run.keep_models=MB.")
         return personal_served(self._trainer, number)
+
+    def _personal(self, client: int) -> Personal:
+        return self._trainer.algorithm.personal(self._trainer.state, torch.tensor([client]))
+
+    def is_center(self, client: str) -> bool:
+        """Whether a client is served with the center of its cluster, as it is."""
+        number = self._trainer.federation.names.index(client)
+        personal, label = self._personal(number), int(self.labels[number])
+        if label < 0 or not is_in_table(personal):
+            return False
+        assert personal.models is not None
+        assert personal.refs is not None
+        return torch.equal(personal.models[int(personal.refs[0])], self.centers[label])
+
+    @property
+    def is_deployed(self) -> bool:
+        """Whether the clients were sites, which have their data and what they remember."""
+        return bool(self.settings.get("run", {}).get("over_sites"))
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the data of the clients is at hand; a run can also be opened without."""
+        return not isinstance(self._trainer.engine, AbsentEngine)
+
+    def model(self, *, client: str | int | None = None, cluster: int | None = None) -> nn.Module:
+        """The network of a cluster, or of a client as `personal_model` has it, in eval mode."""
+        if (client is None) == (cluster is None):
+            raise ConfigError("Name a client or a cluster, one of the two.")
+        if client is not None:
+            return self.personal_model(client)
+        assert cluster is not None
+        module = copy.deepcopy(self._trainer.engine.task.module)
+        module.load_state_dict(self.cluster_state_dict(cluster))
+        return module.eval()
+
+    def facts(self, *, client: str | int | None = None, cluster: int | None = None) -> dict[str, str]:
+        """What a model of this run must know to be used elsewhere, as texts for the metadata of a file."""
+        trainer, make = self._trainer, self._trainer.engine.task.make
+        if client is not None:
+            name = trainer.federation.names[client] if isinstance(client, int) else client
+            known = self.clusters.get(name, -1)
+            which = {"client": name, "cluster": json.dumps(None if known < 0 else known)}
+        else:
+            which = {"cluster": json.dumps(cluster)}
+        network = make.name if isinstance(make, ModelMaker) else type(trainer.engine.task.module).__name__
+        said = {} if trainer.folder is None else inputs_of(trainer.folder)
+        return {
+            **trainer.federation.input_facts(),
+            **said,
+            "network": network,
+            "network_settings": json.dumps(dict(make.settings) if isinstance(make, ModelMaker) else {}),
+            "outputs": json.dumps(make.outputs if isinstance(make, ModelMaker) else None),
+            "algorithm": str(self.summary.get("algorithm", "")),
+            "dataset": str(self.summary.get("dataset", "")),
+            **which,
+            "round": json.dumps(trainer.served_round),
+            "data_digest": str(self.summary.get("digest", "")),
+            "coterie": VERSION,
+        }
+
+    def export(
+        self,
+        file: str | Path,
+        *,
+        client: str | int | None = None,
+        cluster: int | None = None,
+        format: str = "safetensors",
+    ) -> Path:
+        """Write the model of a client or of a cluster to a file, with what is needed to use it (`facts`)."""
+        module, task = self.model(client=client, cluster=cluster), self._trainer.engine.task
+        facts = self.facts(client=client, cluster=cluster)
+        return save_model(module, Path(file), format, facts, task.input_shape, task.integers)
 
     def cluster_state_dict(self, cluster: int) -> dict[str, Tensor]:
         """The weights of a cluster's center, for `load_state_dict`."""
@@ -153,6 +254,42 @@ class Result:
             f"accuracy {accuracy['macro']:.4f}" if accuracy else f"loss {loss['macro']:.4f}" if loss else "no scores"
         )
         return f"<Result of {self.summary['algorithm']} on {self.summary['dataset']}: {score}>"
+
+    # ---- pickling ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All that makes the run again in another process: data, method, state; no engine and no open file."""
+        trainer, engine = self._trainer, self._trainer.engine
+        plan = engine.describe()
+        name = plan["engine"] if plan["engine"] in ("loop", "vectorized", "absent") else "vectorized"
+        return {
+            "summary": self.summary,
+            "path": self.path,
+            "held_out": self._held_out,
+            "algorithm": trainer.algorithm,
+            "task": replace(engine.task, module=copy.deepcopy(engine.task.module)),
+            "federation": trainer.federation,
+            "schedule": trainer.schedule,
+            "engine": (name, str(engine.device), str(engine.dtype).removeprefix("torch.")),
+            "reserved": engine.reserved,
+            "checkpoint": trainer.snapshot(),
+            "rows": self.rows,
+        }
+
+    def __setstate__(self, stored: dict[str, Any]) -> None:
+        name, device, precision = stored["engine"]
+        task, federation, path = stored["task"], stored["federation"], stored["path"]
+        device = "cpu" if device.startswith("cuda") and not torch.cuda.is_available() else device
+        if name == "absent":
+            place, dtype = torch.device("cpu"), getattr(torch, precision)
+            engine: Engine = AbsentEngine(task, federation.names, federation.keys, place, dtype)
+        else:
+            engine = make_engine(name, task, federation, device, {"precision": precision})
+        engine.reserved = stored["reserved"]
+        folder = None if path is None or not (path / "config.toml").is_file() else RunFolder(path)
+        self._trainer = Trainer(stored["algorithm"], engine, federation, stored["schedule"], folder)
+        self._trainer.load(stored["checkpoint"], stored["rows"])
+        self._held_out, self.summary = stored["held_out"], stored["summary"]
 
 
 def _columns_of(row: Row) -> Row:

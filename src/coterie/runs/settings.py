@@ -104,6 +104,9 @@ class Schedule:
         flag=True,
         default_is="only those of coterie's named datasets",
     )
+    keep_models: int = setting(
+        64, "megabytes of personal models that the run folder may hold, to export them without the data", ge=0
+    )
 
 
 def build_run(values: Mapping[str, Any]) -> tuple[RunSettings, Schedule]:

@@ -63,7 +63,11 @@ def is_path(name: str) -> bool:
 
 
 def preset_of_file(path: Path, settings: Mapping[str, Any] | None = None) -> Preset:
-    """The preset of a file: by user if it has users, else evenly distributed. `settings` are those of the source."""
+    """The preset of a file: by user if it has users, else evenly distributed. `settings` are those of the source.
+
+    Their `path` says where the file is now; the preset has the name that the user gave it.
+    """
+    name, path = str(path), Path(str((settings or {}).get("path") or path))
     if not path.exists():
         raise DataError(f"There is no file {path}; check the path.")
     kind = next((kind for kind in _KINDS if kind.takes(path)), None)
@@ -72,7 +76,7 @@ def preset_of_file(path: Path, settings: Mapping[str, Any] | None = None) -> Pre
         raise DataError(f"{path} is no data that coterie reads; it reads {forms}.")
     has_users = build(kind, {"path": str(path), **(settings or {})}, "dataset").has_users()
     return Preset(
-        name=str(path),
+        name=name,
         summary=kind.summary,
         source=kind.key,
         scenario="by_user" if has_users else "iid",

@@ -202,7 +202,7 @@ def holm(raw: dict[int, float]) -> dict[int, float]:
 
 
 # Settings that do not make a run a different experiment.
-_NOT_SETTINGS = ("seed", "checkpoint_every", "data_dir", "device", "keep_pictures", "from_python")
+_NOT_SETTINGS = ("seed", "checkpoint_every", "data_dir", "device", "keep_pictures", "keep_models", "from_python")
 
 
 def _settings(run: RunData) -> dict[str, str]:
