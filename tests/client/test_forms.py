@@ -92,7 +92,7 @@ def test_scores_of_numbers_have_r2_unless_only_the_client_knows():
     for loss, optional in ((mse, False), (own, True)):
         regression = replace(task(), num_classes=0, loss=loss)
         found = forms.scored(Asked(regression, torch.float32, 3))
-        assert set(found) == {"samples", "loss", "r2"}
+        assert set(found) == {"samples", "loss", "r2", "valid_samples", "valid_loss"}
         assert found["r2"].optional is optional
         assert (found["loss"].low < 0) is optional
     assert set(forms_of(train, Asked(task(), torch.float32, 3))) == {"params", "samples"}
