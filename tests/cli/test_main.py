@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -167,6 +168,27 @@ def test_help_shows_type_default_and_choices(command: Command):
         "-k, --clusters INTEGER Number of clusters K; auto: coterie finds it",
     ):
         assert said in shown
+
+
+# ---- completion ----
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("coterie re", {"resume", "report", "reproduce"}),
+        ("coterie run --algorithm fesem", {"fesem", "fesem_ma"}),
+        ("coterie compare -a fedav", {"fedavg"}),
+        ("coterie run --engine v", {"vectorized"}),
+        ("coterie run --check", {"--checkpoint-every"}),
+    ],
+)
+def test_a_shell_completes(typed: str, offered: set[str]):
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), "_COTERIE_COMPLETE": "complete_bash"}
+    code = "import sys; sys.argv = ['coterie']; from coterie.cli.main import main; main()"
+    ask = [sys.executable, "-c", code]
+    done = subprocess.run(ask, env={**os.environ, **words}, capture_output=True, text=True, check=False)
+    assert (done.returncode, set(done.stdout.split()), done.stderr) == (0, offered, "")
 
 
 # ---- `python -m coterie` is `coterie` ----

@@ -17,7 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from coterie.runs.settings import TABLES, Tables, apply_set, merge, read_tables
+from coterie.cli.index import INDEXED, registered
+from coterie.runs.settings import TABLES, RunSettings, Tables, apply_set, merge, read_tables
 from coterie.settings import Field, fields_of, listed
 from coterie.trust import check_trust, run_folder_of
 
@@ -31,16 +32,31 @@ def _option(field: Field) -> Any:
     def parsed(value: Any) -> Any:  # as the field does, so that a bad value is reported in its own sentence
         return field.parse(value) if isinstance(value, str) else value
 
+    def completed(incomplete: str) -> list[str]:
+        return [word for word in _known(field) if word.startswith(incomplete)]
+
     if field.kind is bool:
         names[0] += f"/--no-{names[0].removeprefix('--')}"
     else:
-        more = {"metavar": field.metavar, "parser": _typed, "callback": parsed}
+        more = {"metavar": field.metavar, "parser": _typed, "callback": parsed, "autocompletion": completed}
     return typer.Option(*names, help=field.sentence, show_default=not field.default_is, **more)
 
 
 def _typed(value: Any) -> Any:
     """What was typed, unchanged: errors of a parser would be rewritten by typer, those of a callback are not."""
     return value
+
+
+def _known(field: Field) -> list[str]:
+    """The words that a shell offers for a flag: registered names, or those that the field lists."""
+    if f"{field.name}s" not in INDEXED:
+        return list(field.words)
+    return [str(thing["name"]) for thing in registered(f"{field.name}s")]
+
+
+def complete_methods(incomplete: str) -> list[str]:
+    """The names of methods that a shell offers."""
+    return [word for word in _known(fields_of(RunSettings)["algorithm"]) if word.startswith(incomplete)]
 
 
 def whole(flag: str, help: str, default_is: str = "", **bounds: float) -> Any:
@@ -51,11 +67,14 @@ def whole(flag: str, help: str, default_is: str = "", **bounds: float) -> Any:
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 TrackFlag = Annotated[
-    list[str] | None, typer.Option("--track", help="Also log to 'tensorboard' or 'mlflow'; repeatable.")
+    list[str] | None, typer.Option("--track", help="Also log to 'tensorboard', 'mlflow' or 'wandb'; repeatable.")
 ]
 OutFlag = Annotated[Path, typer.Option(help="Folder in which run folders are created.")]
 NameFlag = Annotated[str | None, typer.Option(help="Name of the run folder.")]
-MethodsFlag = Annotated[list[str], typer.Option("--algorithm", "-a", help="Method, or 'all'; repeatable.")]
+MethodsFlag = Annotated[
+    list[str],
+    typer.Option("--algorithm", "-a", help="Method, or 'all'; repeatable.", autocompletion=complete_methods),
+]
 SeedsFlag = Annotated[
     str,
     typer.Option("--seeds", metavar="SEEDS", help="Seeds: a count (3 is 0, 1, 2), a range (5-9) or a list (1,4,7)."),

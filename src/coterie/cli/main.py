@@ -26,6 +26,7 @@ _HOMES = {  # where the subcommands are, in the order of `--help`
     "choose-k": "choose:choose",
     **{name: f"onboard:{name}" for name in ("onboard", "export")},
     **{name: f"{name}:{name}" for name in ("report", "ui")},
+    "init": "init:init",
     "list": "lists:list_things",
     "data": "data:app",
     "deploy": "deploy:app",
@@ -63,7 +64,6 @@ app = typer.Typer(
     cls=_Commands,
     help="Clustered, personalized federated learning: K models for K kinds of client.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
