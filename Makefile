@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: help setup demo pictures test test-slow test-browser test-flower test-ray test-fuzz test-gpu index golden bench bench-check bench-peers check format clean
+.PHONY: help setup demo pictures test test-slow test-browser test-flower test-ray test-fuzz test-gpu test-versions wheel docs index golden bench bench-check bench-peers check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -63,6 +63,13 @@ test-fuzz: $(READY)  ## try 5,000 seeded cases of hostile input, with limited me
 
 test-gpu: $(READY)  ## run the tests that require a GPU (skipped without one)
 	$(BIN)/python -m pytest -q -m 'gpu'
+
+# Other versions of Python: make test-versions PYTHON=python3.13. The workflow does it for all that are supported.
+test-versions:  ## run the tests with the lowest and with the newest versions, and resolve coterie[all] (own environments)
+	$(PYTHON) .ci/versions.py lowest newest all
+
+wheel:  ## build the wheel, install it into an environment of its own and use it
+	$(PYTHON) .ci/wheel.py
 
 index: $(READY)  ## rewrite the index of `coterie list`, after a method, dataset or model has changed
 	$(BIN)/python -m coterie.cli.index

@@ -6,6 +6,7 @@ import json
 import math
 import struct
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -136,12 +137,11 @@ def test_mlflow_continues_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
 # ---- W&B ----
 
 
-def wandb_rows(path: Path) -> tuple[dict[int, float], dict[str, float]]:
-    """Accuracy by round and the final numbers, from a file that W&B wrote offline."""
+def wandb_records(path: Path) -> list[Any]:
+    """What W&B wrote to a file offline; its own process ends the file some time after the run."""
     from wandb.proto import wandb_internal_pb2
 
-    curve: dict[int, float] = {}
-    final: dict[str, float] = {}
+    found: list[Any] = []
     data, at, record = path.read_bytes(), 7, b""  # the log format of leveldb after a header of 7 bytes
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
@@ -151,14 +151,9 @@ def wandb_rows(path: Path) -> tuple[dict[int, float], dict[str, float]]:
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
-            found = wandb_internal_pb2.Record.FromString(record)
+            found.append(wandb_internal_pb2.Record.FromString(record))
             record = b""
-            row = {"/".join(item.nested_key) or item.key: item.value_json for item in found.history.item}
-            if row:
-                curve[int(row["_step"])] = float(row["accuracy/macro"])
-            values = {"/".join(item.nested_key) or item.key: item.value_json for item in found.summary.update}
-            final |= {name: float(value) for name, value in values.items() if name.startswith("final/")}
-    return curve, final
+    return found
 
 
 def test_wandb_writes_curves_and_result_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -168,9 +163,15 @@ def test_wandb_writes_curves_and_result_offline(tmp_path: Path, monkeypatch: pyt
     folder, rows = run(tmp_path, "a", "wandb")
     name = json.loads((folder.path / "artifacts" / "wandb.json").read_text())["run_id"]
     [file] = (tmp_path / "wandb").glob(f"offline-run-*/run-{name}.wandb")
-    curve, final = wandb_rows(file)
+    deadline = time.monotonic() + 60
+    while not (found := wandb_records(file)) or found[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, "W&B did not end its file"
+        time.sleep(0.1)
+    values = [{"/".join(i.nested_key) or i.key: i.value_json for i in r.history.item} for r in found]
+    curve = {int(row["_step"]): float(row["accuracy/macro"]) for row in values if row}
     assert curve == pytest.approx({row["round"]: row["accuracy"]["macro"] for row in rows})
-    assert final["final/accuracy/macro"] == pytest.approx(rows[-1]["accuracy"]["macro"])
+    final = {i.key or i.nested_key[0]: i.value_json for r in found for i in r.summary.update}
+    assert float(final["final/accuracy/macro"]) == pytest.approx(rows[-1]["accuracy"]["macro"])
 
 
 class FakeWandb(types.ModuleType):
