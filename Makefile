@@ -71,6 +71,16 @@ test-versions:  ## run the tests with the lowest and with the newest versions, a
 wheel:  ## build the wheel, install it into an environment of its own and use it
 	$(PYTHON) .ci/wheel.py
 
+# The site is built from the sources alone: neither torch nor coterie is installed.
+.venv-docs/.ready: pyproject.toml
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet $$($(PYTHON) -c "import tomllib; \
+		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
+
+docs: .venv-docs/.ready  ## build the site into build/site; a wrong link is an error
+	.venv-docs/bin/mkdocs build --quiet
+
 index: $(READY)  ## rewrite the index of `coterie list`, after a method, dataset or model has changed
 	$(BIN)/python -m coterie.cli.index
 
@@ -106,4 +116,4 @@ format: $(READY)  ## format, and apply ruff's automatic fixes
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache build
+	rm -rf $(VENV) $(PEERS) .venv-docs .pytest_cache .mypy_cache .ruff_cache build
