@@ -79,7 +79,7 @@ wheel:  ## build the wheel, install it into an environment of its own and use it
 	touch $@
 
 docs: .venv-docs/.ready  ## build the site into build/site; a wrong link is an error
-	.venv-docs/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 
 index: $(READY)  ## rewrite the index of `coterie list`, after a method, dataset or model has changed
 	$(BIN)/python -m coterie.cli.index
