@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: help setup demo pictures test test-slow test-browser test-flower test-ray test-fuzz test-gpu index golden bench bench-check bench-peers check format clean
+.PHONY: help setup demo pictures test test-slow test-browser test-flower test-ray test-fuzz test-gpu test-versions wheel docs index golden bench bench-check bench-peers check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -64,6 +64,23 @@ test-fuzz: $(READY)  ## try 5,000 seeded cases of hostile input, with limited me
 test-gpu: $(READY)  ## run the tests that require a GPU (skipped without one)
 	$(BIN)/python -m pytest -q -m 'gpu'
 
+# Other versions of Python: make test-versions PYTHON=python3.13. The workflow does it for all that are supported.
+test-versions:  ## run the tests with the lowest and with the newest versions, and resolve coterie[all] (own environments)
+	$(PYTHON) .ci/versions.py lowest newest all
+
+wheel:  ## build the wheel, install it into an environment of its own and use it
+	$(PYTHON) .ci/wheel.py
+
+# The site is built from the sources alone: neither torch nor coterie is installed.
+.venv-docs/.ready: pyproject.toml
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet $$($(PYTHON) -c "import tomllib; \
+		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
+
+docs: .venv-docs/.ready  ## build the site into build/site; a wrong link is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
 index: $(READY)  ## rewrite the index of `coterie list`, after a method, dataset or model has changed
 	$(BIN)/python -m coterie.cli.index
 
@@ -99,4 +116,4 @@ format: $(READY)  ## format, and apply ruff's automatic fixes
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache build
+	rm -rf $(VENV) $(PEERS) .venv-docs .pytest_cache .mypy_cache .ruff_cache build

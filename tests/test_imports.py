@@ -112,7 +112,7 @@ print(os.environ["OMP_WAIT_POLICY"])
     assert done.stdout == f"{used}\n"
 
 
-OPTIONAL = ("pandas", "matplotlib", "starlette", "uvicorn", "tensorboard", "mlflow", "selenium", "flwr", "PIL")
+OPTIONAL = ("pandas", "matplotlib", "starlette", "uvicorn", "tensorboard", "mlflow", "wandb", "selenium", "flwr", "PIL")
 
 CODE = f"""
 import sys
@@ -148,3 +148,26 @@ def test_a_run_and_its_page_need_no_optional_part(tmp_path: Path):
         "'coterie[report]'.",
         "'coterie[ui]'.",
     ]
+
+
+ELSEWHERE = """
+import importlib, os, sys
+import torch, scipy, sklearn, rich, typer  # they know on which system they are
+for name in ("fcntl", "resource", "pwd", "grp", "termios", "flwr", "ray", "cryptography"):
+    sys.modules[name] = None  # as if it were not there
+for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "geteuid", "getuid", "fork", "sched_getaffinity"):
+    if hasattr(os, name):
+        delattr(os, name)
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        assert (error.name or "").partition(".")[0] in ("flwr", "ray", "cryptography"), (name, error)
+"""
+
+
+def test_every_module_is_imported_where_there_is_no_unix():
+    names = [name for name in modules() if name != "coterie.__main__"]
+    code = [sys.executable, "-c", ELSEWHERE, *names]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

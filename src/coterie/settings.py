@@ -83,10 +83,14 @@ class Field:
     @property
     def metavar(self) -> str:
         """The type as `--help` shows it: INTEGER, FLOAT, TEXT or [one|other]."""
-        kinds = [kind for kind in _members(self.kind) if kind is not type(None)]
-        words = [word for kind in kinds for word in _words(kind)] + list(self.choices)
+        kinds, words = _members(self.kind), self.words
         names = [{int: "INTEGER", float: "FLOAT"}[kind] for kind in kinds if kind in (int, float)]
         return "|".join([*names, *words]) if names else f"[{'|'.join(words)}]" if words else "TEXT"
+
+    @property
+    def words(self) -> list[str]:
+        """The words that the value can be, where they are listed."""
+        return [word for kind in _members(self.kind) for word in _words(kind)] + list(self.choices)
 
     @property
     def sentence(self) -> str:
@@ -108,8 +112,7 @@ class Field:
             value = _read(kind, text)
             if value is not None and _within(self.bounds, value) and (not self.choices or value in self.choices):
                 return value
-        words = [word for kind in members for word in _words(kind)] + list(self.choices)
-        nearest = nearest_name(text, words)
+        nearest = nearest_name(text, self.words)
         hint = f" Did you mean '{nearest}'?" if nearest else ""
         raise ConfigError(f"{self.flags[0]} must be {self._in_words(members)}. Got '{text}' instead.{hint}")
 

@@ -84,7 +84,7 @@ def test_groups_can_be_cut():
     @takes((Sample, "lr", "way"), without=("way",), config=False)
     def command(*, first: int = 1, tables: Tables, last: int = 2) -> None: ...
 
-    assert list(inspect.signature(command).parameters) == ["first", "lr", "set_", "last"]
+    assert list(inspect.signature(command).parameters) == ["first", "lr", "context", "set_", "last"]
 
 
 @pytest.mark.parametrize("group", [RunSettings, ClusterSettings, Schedule, WorkSettings])

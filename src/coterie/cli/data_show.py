@@ -30,7 +30,9 @@ SPLITS: tuple[Literal["train", "valid", "test"], ...] = ("train", "valid", "test
 )
 def show(
     *,
-    name: Annotated[str, typer.Argument(help="Named dataset, or path of your own data.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Named dataset, or path of your own data.", show_default=False)
+    ],
     tables: Tables,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for the pictures and the page; by default data-NAME.")
@@ -60,7 +62,9 @@ def show(
 )
 def check(
     *,
-    name: Annotated[str, typer.Argument(help="Named dataset, or path of your own data.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Named dataset, or path of your own data.", show_default=False)
+    ],
     tables: Tables,
     json_: JsonFlag = False,
 ) -> None:

@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
-from click.core import ParameterSource
 
-from coterie.runs.settings import TABLES, Tables, apply_set, merge, read_tables
+from coterie.cli.index import INDEXED, registered
+from coterie.runs.settings import TABLES, RunSettings, Tables, apply_set, merge, read_tables
 from coterie.settings import Field, fields_of, listed
 from coterie.trust import check_trust, run_folder_of
 
@@ -27,23 +26,37 @@ Group = type | tuple[Any, ...]  # a settings class, or the class and the names o
 Command = Callable[..., None]
 
 
-class _Value(click.ParamType):
-    """Parses a flag as its field does, so that a bad value is reported in one sentence."""
-
-    def __init__(self, field: Field) -> None:
-        self.field, self.name = field, field.metavar
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self.field.parse(value) if isinstance(value, str) else value
-
-
 def _option(field: Field) -> Any:
     names, more = list(field.flags), dict[str, Any]()
+
+    def parsed(value: Any) -> Any:  # as the field does, so that a bad value is reported in its own sentence
+        return field.parse(value) if isinstance(value, str) else value
+
+    def completed(incomplete: str) -> list[str]:
+        return [word for word in _known(field) if word.startswith(incomplete)]
+
     if field.kind is bool:
         names[0] += f"/--no-{names[0].removeprefix('--')}"
     else:
-        more = {"metavar": field.metavar, "click_type": _Value(field)}
+        more = {"metavar": field.metavar, "parser": _typed, "callback": parsed, "autocompletion": completed}
     return typer.Option(*names, help=field.sentence, show_default=not field.default_is, **more)
+
+
+def _typed(value: Any) -> Any:
+    """What was typed, unchanged: errors of a parser would be rewritten by typer, those of a callback are not."""
+    return value
+
+
+def _known(field: Field) -> list[str]:
+    """The words that a shell offers for a flag: registered names, or those that the field lists."""
+    if f"{field.name}s" not in INDEXED:
+        return list(field.words)
+    return [str(thing["name"]) for thing in registered(f"{field.name}s")]
+
+
+def complete_methods(incomplete: str) -> list[str]:
+    """The names of methods that a shell offers."""
+    return [word for word in _known(fields_of(RunSettings)["algorithm"]) if word.startswith(incomplete)]
 
 
 def whole(flag: str, help: str, default_is: str = "", **bounds: float) -> Any:
@@ -54,11 +67,14 @@ def whole(flag: str, help: str, default_is: str = "", **bounds: float) -> Any:
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 TrackFlag = Annotated[
-    list[str] | None, typer.Option("--track", help="Also log to 'tensorboard' or 'mlflow'; repeatable.")
+    list[str] | None, typer.Option("--track", help="Also log to 'tensorboard', 'mlflow' or 'wandb'; repeatable.")
 ]
 OutFlag = Annotated[Path, typer.Option(help="Folder in which run folders are created.")]
 NameFlag = Annotated[str | None, typer.Option(help="Name of the run folder.")]
-MethodsFlag = Annotated[list[str], typer.Option("--algorithm", "-a", help="Method, or 'all'; repeatable.")]
+MethodsFlag = Annotated[
+    list[str],
+    typer.Option("--algorithm", "-a", help="Method, or 'all'; repeatable.", autocompletion=complete_methods),
+]
 SeedsFlag = Annotated[
     str,
     typer.Option("--seeds", metavar="SEEDS", help="Seeds: a count (3 is 0, 1, 2), a range (5-9) or a list (1,4,7)."),
@@ -112,6 +128,7 @@ def takes(
             for key, (_, field) in taken.items():
                 option, default = _option(field), None if field.default_is else field.default
                 add(key, Annotated[bool, option] if field.kind is bool else Annotated[str, option], default)
+            add("context", typer.Context, None)
             if config:
                 add("config", _ConfigFlag, None)
                 add("trust", TrustFlag, False)
@@ -119,12 +136,12 @@ def takes(
 
         @functools.wraps(function)
         def command(**values: Any) -> None:
-            context = click.get_current_context(silent=True)
+            context: typer.Context | None = values.pop("context", None)
             flags: Tables = {}
             for key, (table, _) in taken.items():
                 value = values.pop(key, None)
-                is_default = context is not None and context.get_parameter_source(key) is ParameterSource.DEFAULT
-                if value is not None and not is_default:
+                source = None if context is None else context.get_parameter_source(key)
+                if value is not None and (source is None or source.name != "DEFAULT"):
                     flags.setdefault(table, {})[key] = value
             assigned = apply_set({}, values.pop("set_", None) or [], settable)
             file, trust = values.pop("config", None), values.pop("trust", False) if config else False

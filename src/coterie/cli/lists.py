@@ -51,7 +51,7 @@ _NAMES = sorted(_THINGS)
 
 
 def list_things(
-    what: Annotated[str, typer.Argument(help=f"{', '.join(_NAMES)} or runs.")],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help=f"{', '.join(_NAMES)} or runs.")],
     folder: Annotated[Path | None, typer.Argument(help="With 'runs': their folder; by default 'runs'.")] = None,
     json_: JsonFlag = False,
 ) -> None:

@@ -11,7 +11,6 @@ import traceback
 from importlib import import_module
 from typing import Any, cast
 
-import click
 import typer.core
 
 from coterie.errors import CoterieError
@@ -19,11 +18,14 @@ from coterie.version import VERSION
 
 typer.core.HAS_RICH = False  # plain help: with it, typer writes "\[default: 20]" even where markup is off
 
+# Newer versions of typer bring their own copy of click, so its exceptions are found through typer.
+_UsageError = cast(type[Exception], typer.BadParameter.__base__)
+
 _HOMES = {  # where the subcommands are, in the order of `--help`
     **{name: f"run:{name}" for name in ("run", "resume", "show")},
     **{name: f"{name}:{name}" for name in ("compare", "bench", "sweep", "reproduce")},
     "choose-k": "choose:choose",
-    **{name: f"{name}:{name}" for name in ("onboard", "export", "report", "ui")},
+    **{name: f"{name}:{name}" for name in ("onboard", "export", "report", "ui", "init")},
     "list": "lists:list_things",
     "data": "data:app",
     "deploy": "deploy:app",
@@ -35,19 +37,19 @@ class _Commands(typer.core.TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = dict.fromkeys(_HOMES, cast(click.Command, None))
+        self.commands = dict.fromkeys(_HOMES, cast(Any, None))
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _HOMES and self.commands[cmd_name] is None:
             self.commands[cmd_name] = _imported(cmd_name)
         return super().get_command(ctx, cmd_name)
 
 
-def _imported(name: str) -> click.Command:
+def _imported(name: str) -> Any:
     module, _, attribute = _HOMES[name].partition(":")
     found = getattr(import_module(f"coterie.cli.{module}"), attribute)
     if isinstance(found, typer.Typer):
-        made: click.Command = typer.main.get_group(found)
+        made: Any = typer.main.get_group(found)
     else:
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
         alone.command()(found)
@@ -61,7 +63,6 @@ app = typer.Typer(
     cls=_Commands,
     help="Clustered, personalized federated learning: K models for K kinds of client.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -88,12 +89,12 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = app(args=words, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
-    except (click.exceptions.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         _print("stopped")
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
-    except (CoterieError, click.ClickException, OSError, MemoryError) as error:  # not handled elsewhere
+    except (CoterieError, _UsageError, OSError, MemoryError) as error:  # not handled elsewhere
         if len(words) < len(given):
             traceback.print_exc()
         said = _sentence(error)
@@ -105,8 +106,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    if isinstance(error, click.ClickException):
-        return error.format_message()
+    if isinstance(error, _UsageError):
+        return str(cast(Any, error).format_message())
     if isinstance(error, MemoryError):
         return "There is not enough memory for this; use fewer clients or a smaller model."
     if isinstance(error, OSError) and not isinstance(error, CoterieError):

@@ -377,7 +377,7 @@ def board_figure(lines: Sequence[Line]) -> Figure:
 
 def _name_points(axes: Axes, points: Sequence[tuple[float, float]], names: Sequence[str]) -> None:
     """Write each name beside its point, where it covers no other name or point; if there is no room, farther away."""
-    figure = axes.figure.get_figure(root=True)
+    figure = axes.figure
     scale = 72 / figure.dpi  # pixels to points
     at = [tuple(scale * axes.transData.transform(point)) for point in points]
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in at]

@@ -2,8 +2,9 @@
 
     coterie run --track tensorboard          # event files in the run folder: tensorboard --logdir runs
     coterie run --track mlflow               # MLFLOW_TRACKING_URI, by default the folder mlruns beside the runs
+    coterie run --track wandb                # W&B's server; WANDB_MODE=offline: the folder wandb beside the runs
 
-Both are optional dependencies, imported on request. A failing tracker (a full disk, a server that does not answer) is
+They are optional dependencies, imported on request. A failing tracker (a full disk, a server that does not answer) is
 reported once, then disabled; the run continues.
 """
 
@@ -113,8 +114,7 @@ class MLflow(Observer):
                 self._client.update_run(self._id, status="RUNNING")
                 return
             self._id = self._client.create_run(number, run_name=run.name).info.run_id
-            if self._id_file is not None:
-                write_whole(self._id_file, json.dumps({"run_id": self._id}).encode())
+            _store_id(self._id_file, self._id)
             for table, values in run.settings.items():
                 for key, value in values.items() if isinstance(values, dict) else ():
                     self._client.log_param(self._id, f"{table}.{key}", str(value)[:500])
@@ -122,10 +122,9 @@ class MLflow(Observer):
     def _known_id(self) -> str:
         """The id of the run to continue; empty if there is none."""
         try:
-            assert self._id_file is not None
-            found = str(json.loads(self._id_file.read_text())["run_id"])
+            found = _stored_id(self._id_file)
             self._client.get_run(found)
-        except Exception:  # missing, damaged, or unknown to this server: a new run is created
+        except Exception:  # missing, or unknown to this server: a new run is created
             return ""
         return found
 
@@ -141,11 +140,66 @@ class MLflow(Observer):
         if self._client is None:
             return
         with _no_warnings():
-            if summary is not None:
-                final = {metric.place[0] for metric in metrics("table")} | {"seconds"}
-                for name, value in scalars({key: summary.get(key) for key in final}).items():
-                    self._client.log_metric(self._id, f"final/{name}", value)
+            for name, value in _final(summary).items():
+                self._client.log_metric(self._id, name, value)
             self._client.set_terminated(self._id, "FINISHED" if summary is not None else "KILLED")
+
+
+class Wandb(Observer):
+    """A run of Weights & Biases in the project of the dataset's name; a resumed run continues it."""
+
+    def __init__(self) -> None:
+        self._init = _imported("wandb", "init", "wandb")
+        self._run: Any = None
+
+    def begin(self, run: RunInfo) -> None:
+        from wandb import Settings
+
+        id_file = None if run.path is None else Files(run.path).place("artifacts/wandb.json")
+        with _no_warnings():
+            self._run = self._init(
+                project=str(run.settings.get("run", {}).get("dataset", "coterie")).replace("/", "-")[-128:],
+                name=run.name,
+                id=(_stored_id(id_file) if run.done else "") or None,
+                resume="allow",
+                reinit="create_new",  # a run that the user has open stays open
+                config=run.settings,
+                dir=os.environ.get("WANDB_DIR") or str(Path.cwd() if run.path is None else run.path.parent),
+                settings=Settings(console="off", silent=True),
+            )
+        _store_id(id_file, self._run.id)
+
+    def round(self, row: Row) -> None:
+        # Rounds after the checkpoint of a resumed run are repeated: W&B keeps the old ones.
+        self._run.log(scalars(row), step=row["round"])
+
+    def end(self, summary: dict[str, Any] | None) -> None:
+        if self._run is None:
+            return
+        with _no_warnings():
+            self._run.summary.update(_final(summary))
+            self._run.finish(exit_code=0 if summary is not None else 1)
+
+
+def _final(summary: dict[str, Any] | None) -> dict[str, float]:
+    """The numbers of a finished run by name: final/accuracy/macro ..."""
+    final = {metric.place[0] for metric in metrics("table")} | {"seconds"}
+    found = scalars({key: (summary or {}).get(key) for key in final})
+    return {f"final/{name}": value for name, value in found.items()}
+
+
+def _store_id(file: Path | None, name: str) -> None:
+    """Remember by which id a tool knows the run."""
+    if file is not None:
+        write_whole(file, json.dumps({"run_id": name}).encode())
+
+
+def _stored_id(file: Path | None) -> str:
+    """The id to continue with; empty if there is none that can be read."""
+    try:
+        return "" if file is None else str(json.loads(file.read_text())["run_id"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 def _imported(module: str, name: str, extra: str) -> Any:
@@ -163,7 +217,7 @@ def _no_warnings() -> Iterator[None]:
         yield
 
 
-TRACKERS: dict[str, Callable[[], Observer]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+TRACKERS: dict[str, Callable[[], Observer]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": Wandb}
 
 
 class Tolerant(Observer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,7 +179,7 @@ def _mark_groups(axes: Axes, groups: Ints, titles: Sequence[str], room: float, t
     edges = np.searchsorted(groups, np.arange(len(titles) + 1)).tolist()
     inches = np.diff(edges) * room / len(groups)  # width of each group
     flat = all(0.085 * len(title) < width for title, width in zip(titles, inches, strict=True))
-    reach = axes.get_position().height * axes.figure.get_figure(root=True).get_size_inches()[1]
+    reach = axes.get_position().height * cast("Figure", axes.figure).get_size_inches()[1]
     above = axes.get_xaxis_transform()  # x in clients, y in heights of the panel
     for position, title in enumerate(titles):
         start, stop = edges[position : position + 2]
