@@ -33,7 +33,7 @@ from coterie.runs.loop import Trainer
 from coterie.runs.result import Result
 from coterie.runs.settings import Tables, build_run, merge
 from coterie.settings import build
-from coterie.trust import check_trust
+from coterie.trust import MODELS, check_trust, plugins
 
 _OF_NETWORK = (("run", "model"), ("run", "loss"), ("work", "optimizer"))
 _WAY_OUT = (
@@ -222,7 +222,7 @@ def _without(
     work = (build(SGD, tables["work"], "work") if given.work is None else given.work).for_run(schedule.rounds)
     loss = cross_entropy if not with_network else find_loss(run.loss if given.loss is None else given.loss)
     model = None if not with_network else network.name if given.model is None else given.model
-    if isinstance(model, str) and ":" not in model and model not in models():
+    if isinstance(model, str) and ":" not in model and model not in models() and model not in plugins(MODELS):
         raise RunError(f"{folder.path} was trained with {model}, which is not a named network; give it with --model.")
     federation = network.federation()
     task = network.task(work, loss, schedule.seed, schedule.initial, model)
