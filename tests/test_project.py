@@ -26,7 +26,7 @@ def workflow(name: str) -> dict[str, Any]:
 
 
 def test_every_extra_that_an_error_names_is_declared():
-    named = set(TRACKERS) - {"tensorboard", "mlflow", "wandb"}
+    named: set[str] = set()
     for path in modules().values():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "MissingExtra"
