@@ -139,7 +139,8 @@ def _middle(values: Tensor) -> Tensor:
 def shortened(updates: Tensor) -> Tensor:
     """Updates [m, P], those longer than the median length cut to it."""
     lengths = updates.norm(dim=1)
-    return updates * (_middle(lengths) / lengths.clamp_min(_TINY)).clamp_max(1).unsqueeze(1)
+    factors: Tensor = (_middle(lengths) / lengths.clamp_min(_TINY)).clamp_max(1)  # [m]
+    return updates * factors.unsqueeze(1)
 
 
 def is_usual(updates: Tensor) -> Tensor:
