@@ -162,7 +162,7 @@ def test_help_shows_type_default_and_choices(command: Command):
     shown = " ".join(command("run", "--help").out.split())
     for said in (
         "--rounds INTEGER Number of rounds. [default: 20]",
-        "--attack [none|sign_flip|gaussian|label_flip] Simulated attack. [default: none]",
+        "--attack [none|sign_flip|gaussian|label_flip|alie|ipm|min_max|hijack|backdoor] Simulated attack.",
         "--lr FLOAT Learning rate; by default the dataset's.",
         "--batch-size INTEGER|full",
         "-k, --clusters INTEGER Number of clusters K; auto: coterie finds it",

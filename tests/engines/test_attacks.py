@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 import torch
 
 import coterie
 from coterie.client.block import Models
 from coterie.client.steps import Answer
-from coterie.engines.attacks import Attack
+from coterie.engines.attacks import (
+    TARGET,
+    Attack,
+    FlipLabels,
+    inner_product,
+    little_is_enough,
+    min_max,
+    triggered,
+)
 from coterie.engines.base import too_large
+from coterie.engines.settings import AttackKind
 from coterie.errors import ConfigError
 from coterie.methods.base import algorithms
 from coterie.methods.fedavg import FedAvg
@@ -89,10 +101,108 @@ def test_label_flip_changes_what_attackers_train_on_and_nothing_else():
     assert attack_of(federation.keys, Schedule()).on_data(federation) is federation
 
 
-def test_label_flip_needs_classes():
+@pytest.mark.parametrize("kind", ["label_flip", "backdoor"])
+def test_wrong_labels_need_classes(kind):
     federation, _, _ = problem()
-    with pytest.raises(ConfigError, match="needs classes, but the dataset is a regression"):
-        attack_of(federation.keys, Schedule(attack="label_flip")).on_data(federation)
+    with pytest.raises(ConfigError, match=f"attack {kind} needs classes, but the dataset is a regression"):
+        attack_of(federation.keys, Schedule(attack=kind)).on_data(federation)
+
+
+# Honest updates with mean (1, 0), deviations (1, 2), and a largest distance of sqrt(4 + 16).
+HONEST = torch.tensor([[0.0, -2.0], [2.0, 2.0], [2.0, -2.0], [0.0, 2.0]], dtype=torch.float64)
+
+
+def test_colluders_send_what_was_calculated():
+    assert little_is_enough(HONEST).tolist() == [-0.5, -3.0]
+    assert inner_product(HONEST).tolist() == [-1.0, 0.0]
+    # mean - g (1, 2); its distance to (2, 2) is sqrt((1 + g)^2 + (2 + 2 g)^2) = sqrt(5) (1 + g) = sqrt(20): g = 1
+    assert min_max(HONEST).tolist() == pytest.approx([0.0, -2.0])
+    assert min_max(HONEST[:1].repeat(3, 1)).tolist() == [0.0, -2.0]  # without spread it is the mean
+
+
+@pytest.mark.parametrize("kind", ["alie", "ipm", "min_max"])
+def test_colluders_know_the_honest_that_were_sent_the_same_model(kind):
+    attacking = attack(kind, share=0.4)
+    who, honest = attacking.attackers, (~attacking.attackers).nonzero().flatten()
+    refs = torch.zeros(10, dtype=torch.int64)
+    bad = who.nonzero().flatten()
+    refs[honest[4:]], refs[bad[2:]] = 1, 1
+    table = torch.tensor([[5.0, 5.0], [-7.0, 3.0]], dtype=torch.float64)
+    updates = Rng.seed(3).normal(10, 2).double()
+    updates[honest[:4]] = HONEST
+    answer = Answer(params=table[refs] + updates, samples=torch.ones(10))
+    found = attacking.on_answer(answer, torch.arange(10), KEYS, Models(table, refs), Rng.seed(0))
+    assert torch.equal(found.params[honest], answer.params[honest])
+    rule = {"alie": little_is_enough, "ipm": inner_product, "min_max": min_max}[kind]
+    for number, mine in ((0, honest[:4]), (1, honest[4:])):
+        sent = found.params[who & (refs == number)]
+        assert torch.allclose(sent, (table[number] + rule(updates[mine])).expand(2, 2))
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("alie", True), ("min_max", True), ("sign_flip", False)])
+def test_only_colluders_need_all_answers(kind, expected):
+    assert attack(kind).needs_all_answers is expected
+    assert not attack(kind, share=0.0).needs_all_answers
+
+
+def test_colluders_do_the_same_however_answers_arrive():
+    """In chunks of one client, each attacker would know no honest answer."""
+    states = [
+        finished(setup_of(FedAvg(), schedule=Schedule(rounds=1, attack="alie", attackers=0.3), engine=engine)).state
+        for engine in ("loop", "vectorized")
+    ]
+    honest = finished(setup_of(FedAvg(), schedule=Schedule(rounds=1))).state
+    assert torch.allclose(states[0].centers, states[1].centers, atol=1e-9)
+    assert not torch.allclose(states[0].centers, honest.centers, atol=1e-4)
+
+
+def test_hijack_joins_one_kind_and_then_pulls_three_times_the_other_way():
+    attacking = attack("hijack")
+    who, zeros = attacking.attackers, torch.zeros(10, dtype=torch.int64)
+    assert not who[attacking.target]
+    table = torch.tensor([[1.0, 1.0], [4.0, 4.0]])
+    answer = Answer(params=torch.full((10, 2), 3.0), signature=torch.ones(10, 3, 4))
+    before = attacking.on_answer(answer, torch.arange(10), KEYS, Models(table[:1], zeros), Rng.seed(0))
+    assert torch.equal(before.params, answer.params)  # there is only one model: nothing to hijack yet
+    found = attacking.on_answer(answer, torch.arange(10), KEYS, Models(table, zeros), Rng.seed(0))
+    assert found.params[who].unique().tolist() == [-5.0]  # 1 - 3 * (3 - 1)
+    assert found.params[~who].unique().tolist() == [3.0]
+    assert torch.equal(found.signature, answer.signature)
+
+
+def test_hijackers_see_their_data_as_the_target_does():
+    federation = replace(ragged_federation(), views=((), (FlipLabels(3),)), view=torch.arange(9) % 2)
+    attacking = attack_of(federation.keys, Schedule(attack="hijack", attackers=0.4))
+    found = attacking.on_data(federation)
+    expected = torch.where(attacking.attackers, attacking.target % 2, torch.arange(9) % 2)
+    assert torch.equal(found.view, expected)
+    assert torch.equal(found.train.index, federation.train.index)
+
+
+def test_half_of_an_attackers_training_samples_show_the_trigger():
+    federation = replace(ragged_federation(), views=((),), view=None)
+    attacking = attack_of(federation.keys, Schedule(attack="backdoor", attackers=0.3))
+    found = attacking.on_data(federation).validate()
+    for client in range(9):
+        (x, y), (seen, labels) = federation.samples(client), found.samples(client)
+        assert torch.equal(found.samples(client, "test")[0], federation.samples(client, "test")[0])
+        if not attacking.attackers[client]:
+            assert torch.equal(seen, x)
+            assert torch.equal(labels, y)
+            continue
+        shown = found.train.rows(client) >= len(federation.x)
+        assert int(shown.sum()) == round(len(x) / 2)
+        assert seen[shown, 0, 0, 0].unique().tolist() == [float(federation.scaled(federation.x.max()))]  # of 4 x 4
+        assert labels[shown].unique().tolist() == [TARGET]
+        assert torch.equal(seen.flatten(1)[:, 1:], x.flatten(1)[:, 1:])
+        assert torch.equal(seen[~shown], x[~shown])
+        assert torch.equal(labels[~shown], y[~shown])
+
+
+def test_the_trigger_of_a_picture_is_its_corner():
+    shown = triggered(torch.zeros(2, 1, 8, 6), torch.tensor(7.0))
+    assert shown[:, :, :2, :2].unique().tolist() == [7.0]
+    assert float(shown.sum()) == 2 * 4 * 7.0
 
 
 def test_scores_are_those_of_the_honest():
@@ -106,7 +216,7 @@ def test_scores_are_those_of_the_honest():
     assert finished(setup_of(FedAvg())).summary()["attack"] is None
 
 
-@pytest.mark.parametrize("kind", ["sign_flip", "gaussian", "label_flip"])
+@pytest.mark.parametrize("kind", [kind for kind in get_args(AttackKind) if kind != "none"])
 def test_loop_equals_vectorized_under_attack(kind):
     schedule = Schedule(rounds=2, attack=kind, attackers=0.3, corrupt=0.1)
     setups = [setup_of(FeSEM(num_clusters=2), schedule=schedule, engine=engine) for engine in ("loop", "vectorized")]

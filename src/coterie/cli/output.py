@@ -284,6 +284,8 @@ def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "repair", f"round {repair['round']}: {repair['reason']}"
     if attack := summary.get("attack"):
         by = f"{attack['kind']} by {len(attack['attackers'])} clients; scores are those of the others"
+        if "success" in attack:
+            by += f", whose models take {PERCENT.text(attack['success'])} % of the samples with the trigger for class 0"
         yield "attack", by if attack["attackers"] else f"{PERCENT.text(attack['corrupt'])} % of the answers are NaN"
     if summary["failures"]:
         why = ", ".join(f"{count} {reason}" for reason, count in list(summary["failures_by_reason"].items())[:3])

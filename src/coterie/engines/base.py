@@ -153,7 +153,10 @@ class Engine(abc.ABC):
         failed = [self._fail(request, position, LATE) for position in late.nonzero().flatten().tolist()]
         lengths = None if models is None else torch.linalg.vector_norm(models, dim=1)  # [M]
         answered = False
-        for reply in self._timed(request, (~late).nonzero().flatten()):
+        replies = self._timed(request, (~late).nonzero().flatten())
+        if self.attack is not None and self.attack.needs_all_answers and self.phase != "evaluate":
+            replies = iter([_as_one(list(replies))])
+        for reply in replies:
             self.ledger.record_work(self.phase, request.name, reply.gradients)
             failed += [self._fail(request, position, reason) for position, reason in reply.failed]
             if not len(reply.positions):
@@ -324,6 +327,18 @@ class Engine(abc.ABC):
                 f"{what} needs {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free on {self.device}; "
                 "use fewer clients or a smaller model."
             )
+
+
+def _as_one(replies: list[Reply]) -> Reply:
+    """The replies of a call as one."""
+    some = [reply for reply in replies if len(reply.positions)]
+    names = some[0].answer if some else ()
+    return Reply(
+        torch.cat([torch.empty(0, dtype=torch.int64), *(reply.positions for reply in some)]),
+        Answer(**{name: torch.cat([reply.answer[name] for reply in some]) for name in names}),
+        tuple(failure for reply in replies for failure in reply.failed),
+        sum(reply.gradients for reply in replies),
+    )
 
 
 def plain_name(step: str) -> str:

@@ -7,7 +7,9 @@ from typing import ClassVar, Literal
 
 from coterie.settings import setting
 
-AttackKind = Literal["none", "sign_flip", "gaussian", "label_flip"]  # see attacks.py
+AttackKind = Literal[
+    "none", "sign_flip", "gaussian", "label_flip", "alie", "ipm", "min_max", "hijack", "backdoor"
+]  # see attacks.py
 
 
 @dataclass(frozen=True)

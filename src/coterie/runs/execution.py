@@ -20,6 +20,7 @@ from coterie.data.federation import Federation
 from coterie.engines import make_engine
 from coterie.engines.base import Engine
 from coterie.errors import CoterieError, Interrupted, StorageError
+from coterie.runs.backdoor import backdoor_success
 from coterie.runs.checks import check_data, unfit
 from coterie.runs.divergence import large_features
 from coterie.runs.experiment import Experiment
@@ -167,6 +168,8 @@ def finish(
         "plan": engine.describe(),
         "digest": digest,
     }
+    if (success := backdoor_success(trainer)) is not None:
+        summary["attack"]["success"] = success
     if folder is not None:
         summary["path"] = str(folder.path)
         folder.write_json("artifacts/failures.json", [vars(failure) for failure in engine.failures])

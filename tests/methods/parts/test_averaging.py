@@ -8,7 +8,7 @@ import torch
 from coterie.errors import ConfigError
 from coterie.methods.base import algorithms
 from coterie.methods.parts import averaging
-from coterie.methods.parts.averaging import Averaging, HeldModels, robust_mean
+from coterie.methods.parts.averaging import Averaging, HeldModels, UsualModels, is_usual, robust_mean, shortened
 from coterie.methods.parts.clustering import CenterSums
 from coterie.settings import build
 from tests.helpers import finished, ragged_federation, reserved_for, setup_of, trainer_of
@@ -40,11 +40,82 @@ def test_krum_keeps_those_with_near_neighbours():
     assert robust_mean(rows, "krum", 0.2).tolist() == pytest.approx([0.05, 0.05])
 
 
+def test_geometric_median_has_the_least_sum_of_distances():
+    # Of the corners of a triangle with angles below 120 degrees, it is the point that sees all sides at 120 degrees.
+    corners = torch.tensor([[0.0, 0.0], [2.0, 0.0], [1.0, 3.0**0.5]], dtype=torch.float64)
+    assert robust_mean(corners, "geometric_median", 0.2).tolist() == pytest.approx([1.0, 3**-0.5], abs=1e-5)
+    # On a line it is the median, also far from the mean.
+    assert float(robust_mean(column(0, 1, 1000), "geometric_median", 0.2)) == pytest.approx(1.0, abs=1e-2)
+    assert float(robust_mean(column(4, 4, 4), "geometric_median", 0.2)) == 4.0
+
+
+def test_centered_clipping_balances_differences_that_are_cut_off():
+    # Around 2.5 the distances are 2.5, 1.5, 0.5, 0.5, 97.5, the median is 1.5: -1.5 - 1.5 - 0.5 + 0.5 + 1.5 = -1.5.
+    # Around 2 they are 2, 1, 0, 1, 98, the median is 1: -1 - 1 + 0 + 1 + 1 = 0.
+    assert float(robust_mean(column(0, 1, 2, 3, 100), "centered_clipping", 0.2)) == pytest.approx(2.0, abs=1e-5)
+
+
+def test_auto_is_the_mean_of_those_that_agree():
+    rows = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0], [40.0, 0.0], [40.0, 1.0]])
+    assert robust_mean(rows[:5], "auto", 0.2).tolist() == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert robust_mean(rows[:4], "auto", 0.2).tolist() == pytest.approx([0.0, 0.0], abs=1e-6)  # all of them
+
+
+def test_updates_are_shortened_to_the_median_length():
+    found = shortened(torch.tensor([[3.0, 4.0], [0.0, 2.0], [10.0, 0.0]]))
+    assert torch.equal(found, torch.tensor([[3.0, 4.0], [0.0, 2.0], [5.0, 0.0]]))
+    assert is_usual(torch.tensor([[3.0, 4.0], [0.0, 2.0], [10.0, 0.0], [0.0, 10.1], [0.0, 0.0]])).tolist() == [
+        True,
+        True,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_auto_withstands_the_majority_of_a_cluster_that_pulls_hard():
+    """Five of seven members of cluster 1 send three times the opposite; of all twenty clients they are a quarter."""
+    keep = torch.tensor([[5.0, 5.0], [-2.0, 1.0]])
+    labels = torch.tensor([0] * 13 + [1] * 7)
+    updates = torch.tensor([[1.0, 0.0]]).repeat(20, 1)
+    updates[15:] *= -3
+    means = UsualModels(2, lambda cluster, rows, weights: robust_mean(rows, "auto", 0.2))
+    plain = robust_means(2, "median")
+    for average in (means, plain):
+        average.add(keep[labels] + updates, labels)
+    assert means.means(keep).tolist() == [[6.0, 5.0], [-1.0, 1.0]]
+    assert plain.means(keep).tolist() == [[6.0, 5.0], [-5.0, 1.0]]
+
+
+def test_auto_keeps_the_center_of_a_cluster_without_usual_members():
+    keep = torch.tensor([[0.0], [7.0]])
+    means = UsualModels(2, lambda cluster, rows, weights: robust_mean(rows, "auto", 0.2))
+    means.add(torch.tensor([[1.0], [1.0], [1.0], [99.0]]), torch.tensor([0, 0, 0, 1]))
+    assert means.means(keep).tolist() == [[1.0], [7.0]]
+
+
+def test_auto_averages_gradients_as_they_are():
+    """A gradient is no model: it is not compared with the center."""
+    run = trainer_of(setup_of(algorithms()["fedsgd"](robust="auto")))
+    assert isinstance(run.algorithm.mean_of(1, run.engine, run.engine.initial()), UsualModels)
+    seen = []
+    made = run.algorithm.mean_of
+
+    def noted(*given, **more):
+        seen.append(type(made(*given, **more)))
+        return made(*given, **more)
+
+    object.__setattr__(run.algorithm, "mean_of", noted)
+    run._start()
+    run._round(1)
+    assert seen == [HeldModels]
+
+
 def test_a_registered_robust_mean_is_a_choice_of_every_method(monkeypatch):
     monkeypatch.setitem(averaging._ROBUST_MEANS, "lowest", lambda rows, share: rows.amin(0))
     assert float(robust_mean(column(1, 2, 100), "lowest", 0.2)) == 1.0
     assert build(algorithms()["fesem"], {"robust": "lowest"}, "algorithm").robust == "lowest"
-    with pytest.raises(ConfigError, match=r"robust of RobustTKM must be 'none', .*'krum' or 'lowest'\. Got 'foo'"):
+    with pytest.raises(ConfigError, match=r"robust of RobustTKM must be 'none', .*'auto' or 'lowest'\. Got 'foo'"):
         build(algorithms()["robust_tkm"], {"robust": "foo"}, "algorithm")
 
 
@@ -61,7 +132,7 @@ def test_each_parameter_by_itself_and_in_pieces(monkeypatch):
     assert torch.equal(robust_mean(rows, "median", 0.2), whole)
 
 
-@pytest.mark.parametrize("kind", ["trimmed_mean", "median", "krum"])
+@pytest.mark.parametrize("kind", ["trimmed_mean", "median", "krum", "geometric_median", "centered_clipping", "auto"])
 def test_a_fifth_of_bad_members_hardly_moves_the_center(kind):
     generator = torch.Generator().manual_seed(1)
     good = 1 + 0.1 * torch.randn(16, 30, generator=generator)
@@ -83,9 +154,10 @@ def test_weight_zero_is_left_out():
     assert float(robust_means(1, "median").means(torch.ones(1, 1))) == 1.0
 
 
+@pytest.mark.parametrize("kind", ["median", "auto"])
 @pytest.mark.parametrize("name", AVERAGING)
-def test_every_method_that_averages_can_do_so_robustly(name):
-    """One client of nine answers with a far model; with a median the centers stay near the others'."""
+def test_every_method_that_averages_can_do_so_robustly(name, kind):
+    """One client of nine answers with a far model; with a robust mean the centers stay near the others'."""
     cls = algorithms()[name]
     small = {key: value for key, value in {"num_clusters": 1, "beta": 90.0}.items() if hasattr(cls, key)}
 
@@ -106,8 +178,8 @@ def test_every_method_that_averages_can_do_so_robustly(name):
         run._round(1)
         return run.state.centers[0]
 
-    honest, plain, median = center("none", False), center("none", True), center("median", True)
-    assert float((median - honest).norm()) < 0.2 * float((plain - honest).norm())
+    honest, plain, robust = center("none", False), center("none", True), center(kind, True)
+    assert float((robust - honest).norm()) < 0.2 * float((plain - honest).norm())
 
 
 def test_a_robust_mean_that_does_not_fit_is_refused(monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import adjusted_rand_score
 
 from coterie.methods.parts import signatures
-from coterie.methods.parts.signatures import Means, Signatures, cluster, nearest, pair_distances
+from coterie.methods.parts.signatures import Means, Signatures, cluster, is_odd, nearest, pair_distances
 from coterie.randomness import Rng, name_keys
 
 RNG = Rng.seed(0)
@@ -143,6 +143,30 @@ def test_pieces_give_the_same_distances(monkeypatch):
 
 
 # ---- outliers and long rows ----
+
+
+def test_odd_signatures_are_those_like_no_other_and_copies():
+    # One class; the mean over all is subtracted, and it is zero. In degrees: two kinds of four, each 10 degrees apart.
+    degrees = torch.tensor([0.0, 10, 20, 30, 180, 190, 200, 210])
+    pairs = torch.stack([torch.cos(torch.deg2rad(degrees)), torch.sin(torch.deg2rad(degrees))], 1)
+    rows = torch.cat([pairs, torch.zeros(8, 2)], 1)
+    alone = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, -1.0, 0.0]])  # at right angles to all, and opposite
+    copies = torch.tensor([[0.0, 0.0, 0.0, 1.0]] * 3 + [[0.0, 0.0, 0.0, -1.0]] * 3)
+    every = torch.cat([rows, alone, copies]).unsqueeze(1)
+    assert is_odd(Signatures.of(every, torch.ones(16, 1))).tolist() == [False] * 8 + [True] * 8
+    assert not is_odd(Signatures.of(every[:8], torch.ones(8, 1))).any()
+
+
+def test_without_a_share_noise_and_copies_are_outliers():
+    rows, counts, true = made(held=5)
+    counts = torch.full_like(counts, 20)
+    good = torch.arange(36) >= 10
+    rows[:5] = 10 * RNG.at("noise").normal(5, 5, 20)
+    rows[5:10] = -rows[20].clone()
+    found = labels_of(rows, counts, trim=None)
+    assert torch.equal(found.outliers, ~good)
+    assert adjusted_rand_score(true[good], found.labels[good]) == 1.0
+    assert adjusted_rand_score(true[good], labels_of(rows, counts).labels[good]) < 1.0
 
 
 def test_trimmed_clients_are_outliers_and_are_spread():

@@ -2,6 +2,10 @@
 
 The plain mean streams. A robust mean holds all members' models at once and weighs them equally, because a weight is
 only what a client claims. It does not know who is malicious; `robust_share` is the share of bad members it tolerates.
+`auto` needs no share. It leaves out updates that are far longer than those of most clients, whatever their cluster: bad
+clients may be the majority of one cluster, but not of all clients. It shortens the others to the median length of their
+cluster, and averages those that agree.
+
 To add a robust mean, write one function here and decorate it with `@robust_mean_named`.
 """
 
@@ -20,7 +24,13 @@ from coterie.methods.base import Algorithm, S
 from coterie.methods.parts.clustering import CenterSums
 from coterie.settings import setting
 
+AUTO = "auto"
 _COLUMNS = 1 << 22  # numbers sorted at a time
+_STEPS = 50  # of Weiszfeld's algorithm and of centered clipping, at most
+_NEAR = 1e-6  # a step shorter than this share of the median distance is the last
+_FAR = 1.1  # times the median distance from the middle: members further away do not agree
+_TINY = 1e-30
+_TOO_LONG = 2.0  # times the median length of all updates: longer ones are left out
 
 RobustMean = Callable[[Tensor, float], Tensor]  # models [m, P] with m >= 3, share of bad ones -> [P]
 _ROBUST_MEANS: dict[str, RobustMean] = {}
@@ -76,6 +86,70 @@ def krum(rows: Tensor, share: float) -> Tensor:
     return rows[scores.argsort(stable=True)[:num_good]].mean(0)
 
 
+@robust_mean_named("geometric_median")
+def geometric_median(rows: Tensor, share: float) -> Tensor:
+    """The point with the least sum of distances to all models, by Weiszfeld's algorithm from the mean."""
+    return _iterated(rows, rows.mean(0), lambda apart, usual: 1 / apart.clamp_min(_NEAR * usual))
+
+
+@robust_mean_named("centered_clipping")
+def centered_clipping(rows: Tensor, share: float) -> Tensor:
+    """The point around which the models, cut off at the median distance, have their mean (Karimireddy et al. 2021).
+
+    It is found from the median, since a start that is far off would need many steps.
+    """
+    return _iterated(
+        rows, median(rows, share), lambda apart, usual: (usual / apart.clamp_min(_TINY)).clamp_max(1), True
+    )
+
+
+@robust_mean_named(AUTO)
+def agreed_mean(rows: Tensor, share: float) -> Tensor:
+    """The mean of the models that are not further from the median of each parameter than half of them are, by much.
+
+    The geometric median is no such middle: attackers that all send the same would draw it to themselves.
+    """
+    apart = (rows - median(rows, share)).norm(dim=1)
+    return rows[apart <= _FAR * _middle(apart)].mean(0)
+
+
+def _iterated(rows: Tensor, middle: Tensor, weigh: Callable[[Tensor, Tensor], Tensor], is_step: bool = False) -> Tensor:
+    """Move a middle [P] by weights of the models' distances [m] until it rests.
+
+    It becomes the weighted mean; with `is_step`, it moves by the mean of the weighted differences.
+    """
+    for _ in range(_STEPS):
+        differences = rows - middle
+        apart = differences.norm(dim=1)  # [m]
+        usual = _middle(apart)
+        weights = weigh(apart, usual)
+        step = weights @ differences / (len(rows) if is_step else weights.sum())
+        if not bool(usual > 0) or bool(step.norm() <= _NEAR * usual):
+            break
+        middle = middle + step
+    return middle
+
+
+def _middle(values: Tensor) -> Tensor:
+    """The median of [m]; of two the mean."""
+    found: Tensor = values.quantile(0.5)
+    return found
+
+
+def shortened(updates: Tensor) -> Tensor:
+    """Updates [m, P], those longer than the median length cut to it."""
+    lengths = updates.norm(dim=1)
+    factors: Tensor = (_middle(lengths) / lengths.clamp_min(_TINY)).clamp_max(1)  # [m]
+    return updates * factors.unsqueeze(1)
+
+
+def is_usual(updates: Tensor) -> Tensor:
+    """Which updates [n, P] are not far longer than the median one, bool [n]."""
+    lengths = updates.norm(dim=1)
+    usual: Tensor = lengths <= _TOO_LONG * _middle(lengths)
+    return usual
+
+
 def _num_bad(count: int, share: float) -> int:
     """The number of bad models, rounded up; less than half of all."""
     return min(-int(-share * count // 1), (count - 1) // 2)
@@ -124,11 +198,30 @@ class HeldModels:
         if not self._parts:
             return keep
         rows, labels, weights = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
+        return self._centers(rows, labels, weights, keep)
+
+    def _centers(self, rows: Tensor, labels: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
         centers = keep.clone()
         for k in range(self._num_clusters):
             mine = (labels == k) & (weights > 0)
             if bool(mine.any()):
                 centers[k] = self._center(k, rows[mine], weights[mine])
+        return centers
+
+
+class UsualModels(HeldModels):
+    """As `HeldModels`, for models that clients trained from the centers that `means` is to keep: `auto`."""
+
+    def _centers(self, rows: Tensor, labels: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
+        there = weights > 0
+        rows, labels = rows[there], labels[there]
+        updates = rows - keep[labels]
+        usual = is_usual(updates) if len(updates) > 2 else torch.ones_like(labels, dtype=torch.bool)
+        centers = keep.clone()
+        for k in range(self._num_clusters):
+            mine = (labels == k) & usual
+            if bool(mine.any()):
+                centers[k] += self._center(k, shortened(updates[mine]), weights[there][mine])
         return centers
 
 
@@ -165,13 +258,14 @@ class Averaging(Algorithm[S]):
         0.2, "share of bad members that a robust mean and the first clustering tolerate", ge=0, lt=0.5
     )
 
-    def mean_of(self, num_clusters: int, engine: Engine, like: Tensor) -> Average:
-        """An empty average of K clusters; `like` [..., P] gives size and type."""
+    def mean_of(self, num_clusters: int, engine: Engine, like: Tensor, *, of_models: bool = True) -> Average:
+        """An empty average of K clusters; `like` [..., P] gives size and type. Gradients are no models."""
         if self.robust == "none":
             return CenterSums(num_clusters, like=like)
         size = engine.num_clients * like.shape[-1] * like.element_size()
         engine.require_memory(size, f"A robust mean holds the models of {engine.num_clients} clients at once:")
-        return HeldModels(num_clusters, lambda cluster, rows, weights: self.robust_mean(rows))
+        held = UsualModels if self.robust == AUTO and of_models else HeldModels
+        return held(num_clusters, lambda cluster, rows, weights: self.robust_mean(rows))
 
     def robust_mean(self, rows: Tensor) -> Tensor:
         """The mean [P] of a cluster's members [m, P] by the settings."""
@@ -191,7 +285,7 @@ class Averaging(Algorithm[S]):
 
         A cluster without an answer keeps its row of `keep` [K, P].
         """
-        average = self.mean_of(len(keep), engine, like=keep)
+        average = self.mean_of(len(keep), engine, like=keep, of_models=field == "params")
         weights_of = samples_of if weighting == "samples" else None
         answered = add_answers(average, chunks, labels, weights_of, field)
         return average.means(keep=keep), answered

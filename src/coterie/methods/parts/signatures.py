@@ -27,6 +27,7 @@ _AT_ONCE = 1 << 24  # numbers processed at a time
 _ITERATIONS = 50
 _LONG = 10.0  # times the median length: longer rows are shortened, so that no client decides alone
 _ALIKE = 0.8  # a client is in doubt if its distance to the nearest cluster is more than this share of the next
+_LONELY, _COPIED = 4.0, 0.05  # times the usual distance to the second nearest other: beyond it, a signature is odd
 _FEW = 5  # samples; a client with fewer is in doubt too
 
 
@@ -65,19 +66,23 @@ class Clustering:
 
 
 def cluster(
-    found: Signatures, num_clusters: int, rng: Rng, keys: Tensor, restarts: int = 20, trim: int = 0
+    found: Signatures, num_clusters: int, rng: Rng, keys: Tensor, restarts: int = 20, trim: int | None = 0
 ) -> Clustering:
     """Cluster signatures; `keys` [n] identify the clients, so that their order does not matter.
 
     With `trim`, the `trim` signatures that are farthest from their clusters are outliers: they are left out of the
     means, and those near no cluster are spread over all clusters. They may be attackers, and one cluster would be the
-    nearest to most of them by a little.
+    nearest to most of them by a little. With `trim=None`, outliers are those that are alone or copies (`is_odd`).
     """
     some = torch.arange(len(found))
     if len(found) > _MOST:
         some = keys.argsort()[:_MOST]
     some = some[found.counts[some.to(found.counts.device)].sum(1).cpu() > 0]
-    trim = max(0, min(trim, len(some) - num_clusters))
+    odd = torch.zeros(len(found), dtype=torch.bool, device=found.rows.device)
+    if trim is None and len(some) > 2:
+        odd[some] = is_odd(found.at(some))
+        some = some[~odd[some].cpu()]
+    trim = max(0, min(trim or 0, len(some) - num_clusters))
     if trim:  # attackers may agree with each other: those far from the middle of all take no part in the first stage
         some = some[_without_farthest(_from_median(found.at(some)), trim).cpu()]
     labels = torch.zeros(len(found), dtype=torch.int64, device=found.rows.device)
@@ -89,7 +94,7 @@ def cluster(
         means = Means.of(found, labels, kept, num_clusters)
         distances, _ = means.distances(found, labels, kept)
         nearest = distances.argmin(1)
-        inside = _without_farthest(distances.min(1).values, trim)
+        inside = _without_farthest(distances.min(1).values, trim) & ~odd
         if bool((nearest == labels).all()) and bool((inside == kept).all()):
             break
         labels, kept = nearest, inside
@@ -233,6 +238,20 @@ def _without_farthest(distances: Tensor, count: int) -> Tensor:
     kept = torch.ones_like(distances, dtype=torch.bool)
     kept[distances.topk(count).indices] = False
     return kept
+
+
+def is_odd(found: Signatures) -> Tensor:
+    """Which signatures are like no other, or the same as others, bool [n]: by their second nearest neighbours.
+
+    Clients of one kind resemble each other up to the noise of their samples. Noise in place of a signature resembles
+    nothing; attackers that agree on a signature resemble each other without noise.
+    """
+    distances, comparable = pair_distances(found)
+    distances = distances.where(comparable > 0, 1.0).fill_diagonal_(torch.inf)
+    second = distances.sort(1).values[:, 1]
+    usual = second.median()
+    odd: Tensor = (second > _LONELY * usual) | (second < _COPIED * usual)
+    return odd
 
 
 def _from_median(found: Signatures) -> Tensor:

@@ -20,7 +20,7 @@ from coterie.client.steps import choose, signature_shape, train_and_sign
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState
 from coterie.methods.parts import signatures
-from coterie.methods.parts.averaging import Average, fits_in_memory, samples_of
+from coterie.methods.parts.averaging import AUTO, Average, fits_in_memory, samples_of
 from coterie.methods.parts.centers import C, CenterMethod, CenterState, SignedMethod, has_signature
 from coterie.methods.parts.clustering import kmeans
 from coterie.methods.parts.signatures import Clustering, Signatures
@@ -60,7 +60,8 @@ def warm_start(method: CenterMethod[C], state: C, engine: Engine, rng: Rng) -> C
         return kept.train(cohort, rng.at("start"))
 
     def cluster(answered: Tensor) -> Clustering:
-        count, trim = min(method.num_clusters, len(answered)), int(method.trimmed * len(answered))
+        count = min(method.num_clusters, len(answered))
+        trim = None if method.robust == AUTO else int(method.trimmed * len(answered))
         found = Signatures.of(kept.rows[answered.to(engine.device)], kept.counts[answered])
         keys = engine.keys[answered]
         return signatures.cluster(found, count, rng.at("clusters"), keys, method.restarts, trim)
