@@ -20,7 +20,7 @@ from coterie.randomness import normal, normal_of
 
 SCORES = "scores"  # stands for all that evaluation sends
 _VECTORS = ("params", "gradient", "change")  # [c, P]; of several models [c, m, P], each on its own
-_SKETCHES = ("signature", "contrast")  # [c, L, D], each as one vector
+_SKETCHES = ("signature", "contrast")  # [c, L, D], together one vector: methods compare their lengths
 NOISED = (*_VECTORS, *_SKETCHES)
 
 Draw = Callable[[str, int, int], Tensor]
@@ -43,20 +43,29 @@ def protected(
 ) -> dict[str, Tensor]:
     """The tensors of an answer [c, ...], clipped to `clip` and with noise of deviation `noise * clip` per number."""
     found = dict(answer)
-    for name in NOISED:
-        if name not in found:
-            continue
+    for name in (name for name in _VECTORS if name in found):
         true = found[name]
         start = _start(found, sent) if name == "params" else torch.zeros_like(true)
-        width = true.shape[-1] if name in _VECTORS else true[0].numel()
-        rows = (true.double() - start).reshape(len(true), -1, width)  # [c, vectors, n]
-        length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-        rows = rows * (clip / length.clamp_min(clip))  # not finite: stays so, and is refused as a failure
-        if noise:
-            for client in range(len(rows)):
-                rows[client] += noise * clip * draw(name, client, rows[client].numel()).to(rows).view_as(rows[client])
-        found[name] = (start + rows.reshape(true.shape)).to(true.dtype)
+        rows = (true.double() - start).reshape(len(true), -1, true.shape[-1])
+        found[name] = (start + _blurred(rows, clip, noise, draw, name).reshape(true.shape)).to(true.dtype)
+    sketches = [name for name in _SKETCHES if name in found]
+    if sketches:
+        rows = torch.cat([found[name].double().flatten(1) for name in sketches], dim=1).unsqueeze(1)
+        parts = _blurred(rows, clip, noise, draw, "sketch").split([found[n][0].numel() for n in sketches], dim=2)
+        found |= {
+            name: part.reshape(found[name].shape).to(found[name]) for name, part in zip(sketches, parts, strict=True)
+        }
     return found
+
+
+def _blurred(rows: Tensor, clip: float, noise: float, draw: Draw, name: str) -> Tensor:
+    """Vectors [c, vectors, n], each clipped, with noise."""
+    length = torch.linalg.vector_norm(rows, dim=2, keepdim=True)
+    rows = rows * (clip / length.clamp_min(clip))  # what is not finite stays so, and is refused as a failure
+    if noise:
+        for client in range(len(rows)):
+            rows[client] += noise * clip * draw(name, client, rows[client].numel()).to(rows).view_as(rows[client])
+    return rows
 
 
 def _start(answer: Mapping[str, Tensor], sent: Models | None) -> Tensor:
@@ -88,7 +97,8 @@ class Released:
         names = [name for name in answer if name in NOISED]
         self.noised.update(names)
         self.exact.update(set(answer) - set(names))
-        vectors = sum(answer[n].shape[1] if n in _VECTORS and answer[n].dim() > 2 else 1 for n in names)
+        vectors = sum(answer[n].shape[1] if answer[n].dim() > 2 else 1 for n in names if n in _VECTORS)
+        vectors += any(name in _SKETCHES for name in names)
         vectors = vectors if answer else 1  # nothing is known of it
         for client in clients:
             self.counts += [0] * (client + 1 - len(self.counts))

@@ -23,16 +23,28 @@ def clip_and_noise(norm: float, noise: float = 0.0) -> Any:
         raise ConfigError(f"clip_and_noise needs norm > 0 and noise >= 0. Got {norm} and {noise} instead.")
 
     def mod(message: Any, context: Any, call_next: Any) -> Any:
+        asked = wire.parted(message.content)  # before the call, which may change the message
         reply = call_next(message, context)
-        if message.metadata.message_type != "train" or reply.has_error() or wire.ANSWER not in reply.content:
+        if reply.has_error():
             return reply
-        answer = wire.tensors_of(reply.content[wire.ANSWER])
-        call, sent, _, _ = wire.read_request(message.content)
-        models = None
-        if sent:
-            refs = torch.arange(len(sent))
-            models = Models(torch.stack(sent), refs.unsqueeze(0) if call.several else refs)
-        reply.content[wire.ANSWER] = wire.record_of(protected(answer, models, norm, noise, fresh))
+        main, first = (_covered(*both, norm, noise) for both in zip(asked, wire.parted(reply.content), strict=True))
+        for name, record in wire.joined(main, first).items():
+            reply.content[name] = record
         return reply
 
     return mod
+
+
+def _covered(asked: Any, answered: Any, norm: float, noise: float) -> Any:
+    """One of the answers in a message, with what it was asked; whatever the phase, which the server names."""
+    if answered is None or asked is None or wire.ANSWER not in answered:
+        return answered
+    call, sent, _, _ = wire.read_request(asked)
+    models = None
+    if sent:
+        refs = torch.arange(len(sent))
+        models = Models(torch.stack(sent), refs.unsqueeze(0) if call.several else refs)
+    answered[wire.ANSWER] = wire.record_of(
+        protected(wire.tensors_of(answered[wire.ANSWER]), models, norm, noise, fresh)
+    )
+    return answered

@@ -66,7 +66,6 @@ def privacy_lines(privacy: Mapping[str, Any]) -> list[str]:
 
 def _of(privacy: Mapping[str, Any]) -> float:
     noise, releases = privacy.get("noise"), privacy.get("releases")
-    fits = isinstance(noise, (int, float)) and 0 <= noise < math.inf and type(releases) is int
-    if not fits or not 0 <= releases < 1 << 53:
-        raise RunError("The summary is damaged: noise or releases of its privacy are not numbers.")
-    return epsilon(noise, releases)
+    if isinstance(noise, (int, float)) and isinstance(releases, int) and noise >= 0 and 0 <= releases < 1 << 53:
+        return epsilon(noise, releases)
+    raise RunError("The summary is damaged: noise or releases of its privacy are not numbers.")
