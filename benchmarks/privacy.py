@@ -1,6 +1,6 @@
 """Accuracy and ARI against epsilon: the default method and FeSEM with clip and noise at the clients.
 
-    python benchmarks/privacy.py [--dataset rotated-digits] [--model linear] [--rounds 10] [--seeds 2]
+    python benchmarks/privacy.py [--dataset rotated-digits] [--model NAME] [--clients N] [--rounds 10] [--seeds 2]
         [--clip 1] [--noises off 0 0.1] [--jobs 1] [--out rows.jsonl]
 
 `covered` settings send as little as possible that noise does not cover: `signal=updates`, no guard, and for `coterie`
@@ -68,7 +68,8 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dataset", default="rotated-digits")
-    parser.add_argument("--model", default="")
+    parser.add_argument("--model")
+    parser.add_argument("--clients", type=int)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--seeds", type=int, default=2)
@@ -77,7 +78,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", default="")
     options = parser.parse_args()
-    run = {"dataset": options.dataset, "rounds": options.rounds} | ({"model": options.model} if options.model else {})
+    names = ("dataset", "rounds", "model", "clients")
+    run = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     cases = [
         (run, options.clip, method, is_covered, noise, seed)
         for method in options.methods

@@ -77,11 +77,11 @@ def test_noise_of_sites_cannot_be_repeated_and_that_of_simulations_can():
 def test_what_was_sent_is_counted_by_client():
     released = Released()
     row = torch.zeros(1, 2)
-    released.record({"params": row, "samples": row}, [0], False)
-    released.record({"params": torch.zeros(1, 3, 2), "choice": row}, [2], False)
-    released.record({"signature": torch.zeros(1, 3, 2), "contrast": torch.zeros(1, 3, 2)}, [0], False)
-    released.record({}, [1], False)  # failed: it may have been sent
-    released.record({"accuracy": row, "params": row}, [0], True)
+    released.record({"params": row, "samples": row}, [0], [], False)
+    released.record({"params": torch.zeros(1, 3, 2), "choice": row}, [2], [], False)
+    released.record({"signature": torch.zeros(1, 3, 2), "contrast": torch.zeros(1, 3, 2)}, [0], [], False)
+    released.record({}, [2], [1], False)  # nothing was sent, and one failed
+    released.record({"accuracy": row, "params": row}, [0], [], True)
     assert released.counts == [2, 1, 3]
     assert (released.noised, released.exact) == ({"params", "signature", "contrast"}, {"samples", "choice", SCORES})
     assert Released.of(released.plain()) == released

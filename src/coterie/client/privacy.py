@@ -89,8 +89,10 @@ class Released:
     noised: set[str] = field(default_factory=set)
     exact: set[str] = field(default_factory=set)
 
-    def record(self, answer: Mapping[str, Tensor], clients: Iterable[int], is_scored: bool) -> None:
-        """An answer of these clients, used or not. Over messages, one that fails may have been sent."""
+    def record(
+        self, answer: Mapping[str, Tensor], clients: Iterable[int], failed: Iterable[int], is_scored: bool
+    ) -> None:
+        """An answer of these clients, used or not. Those that failed may have sent theirs, which counts too."""
         if is_scored:
             self.exact.add(SCORES)
             return
@@ -99,10 +101,10 @@ class Released:
         self.exact.update(set(answer) - set(names))
         vectors = sum(answer[n].shape[1] if answer[n].dim() > 2 else 1 for n in names if n in _VECTORS)
         vectors += any(name in _SKETCHES for name in names)
-        vectors = vectors if answer else 1  # nothing is known of it
-        for client in clients:
-            self.counts += [0] * (client + 1 - len(self.counts))
-            self.counts[client] += vectors
+        for some, count in ((clients, vectors), (failed, max(1, vectors))):
+            for client in some:
+                self.counts += [0] * (client + 1 - len(self.counts))
+                self.counts[client] += count
 
     def plain(self) -> dict[str, Any]:
         """For a checkpoint."""

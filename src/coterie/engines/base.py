@@ -159,8 +159,8 @@ class Engine(abc.ABC):
             self.ledger.record_work(self.phase, request.name, reply.gradients)
             failed += [self._fail(request, position, reason) for position, reason in reply.failed]
             if self.task.work.update_clip is not None:
-                asked = torch.cat([reply.positions, torch.tensor([p for p, _ in reply.failed], dtype=torch.int64)])
-                self.released.record(reply.answer, cohort[asked].tolist(), self.phase == "evaluate")
+                lost = [int(cohort[position]) for position, _ in reply.failed]
+                self.released.record(reply.answer, cohort[reply.positions].tolist(), lost, self.phase == "evaluate")
             if not len(reply.positions):
                 continue
             chunk = self._accepted(request, reply, lengths, failed)
