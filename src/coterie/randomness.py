@@ -124,13 +124,23 @@ def bits(keys: Tensor, count: int) -> Tensor:
 
 def uniform(keys: Tensor, count: int) -> Tensor:
     """Numbers in [0, 1) from each key: float64 [..., count]."""
-    return _shift(bits(keys, count), 11).double() * 2.0**-53
+    return _fraction(bits(keys, count))
+
+
+def _fraction(random: Tensor) -> Tensor:
+    """Random int64 values as numbers in [0, 1)."""
+    return _shift(random, 11).double() * 2.0**-53
 
 
 def normal(keys: Tensor, count: int) -> Tensor:
     """Standard normal numbers from each key: float64 [..., count] (Box-Muller)."""
+    return normal_of(bits(keys, count + count % 2), count)
+
+
+def normal_of(random: Tensor, count: int) -> Tensor:
+    """Standard normal numbers from random int64 values [..., count, or one more if that is odd]: float64."""
     half = (count + 1) // 2
-    numbers = uniform(keys, 2 * half)
+    numbers = _fraction(random)
     radius = torch.sqrt(-2.0 * torch.log1p(-numbers[..., :half]))
     angle = 2.0 * math.pi * numbers[..., half:]
     return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)[..., :count]

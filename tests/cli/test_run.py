@@ -108,6 +108,16 @@ def test_every_key_of_the_summary(command: Command):
     assert re.fullmatch("[0-9a-f]{32}", summary["digest"])
 
 
+def test_clip_and_noise_are_recorded_and_shown(command: Command):
+    done = command("run", "-a", "fedavg", *TINY, "--json", "--update-clip", 1, "--update-noise", 0.5)
+    told = done.json["privacy"]
+    assert (told["clip"], told["noise"], told["participation"], told["rounds"], told["releases"]) == (1, 0.5, 1, 2, 2)
+    shown = command("show", done.json["path"]).out
+    assert "a client sent up to 2 noised vectors" in shown
+    assert "epsilon" in shown
+    assert "not covered, sent without noise: samples, scores" in shown
+
+
 def test_agreement_is_null_where_there_are_no_true_groups(command: Command):
     summary = command("run", "--dataset", "digits", *TINY, "--clusters", 2, "--json").json
     assert [summary[key] for key in ("ari", "nmi", "purity")] == [None, None, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -125,3 +126,23 @@ def test_a_mod_clips_the_update_and_leaves_the_scores(site, setup):
     assert torch.allclose(update, 0.5 * moved)
     for name, values in arrays(scores).items():
         assert torch.equal(values, arrays(kept)[name])
+
+
+def test_a_mod_clips_whatever_the_server_calls_the_message(site, setup):
+    model = setup.task().initial.double()
+    evaluation = request(setup, "coterie.block:evaluate", 2, [model])
+    asked = wire.joined(evaluation, request(setup, train.wire_name, 1, [model]))
+    message = SimpleNamespace(content=asked, metadata=SimpleNamespace(message_type="evaluate"))
+    reply = SimpleNamespace(content=site.answer(asked), has_error=lambda: False)
+    clip_and_noise(1e-3)(message, None, lambda message, context: reply)
+    first = wire.parted(reply.content)[1]
+    assert (arrays(first)["params"] - model).norm().item() == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("secret", [True, False])
+def test_noise_is_fresh_at_sites_and_repeats_in_simulations(setup, tmp_path, secret):
+    noisy = replace(setup, work=replace(setup.work, update_clip=0.5, update_noise=0.1))
+    site = Site(setup.federation(), setup.task().make, setup.task().loss, tmp_path, secret=secret)
+    message = request(noisy, train.wire_name, 1, [setup.task().initial.double()])
+    one, other = (arrays(site.answer(message))["params"] for _ in range(2))
+    assert torch.equal(one, other) is not secret

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from coterie.errors import ConfigError, RunError
+from coterie.runs.accounting import privacy_lines
 from coterie.runs.metrics import METRICS, NUMBER, PERCENT, metrics
 from coterie.runs.observers import Row
 from coterie.views.decisions import kinds_found, legend, sentences
@@ -282,6 +283,8 @@ def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "decisions", "\n".join(decision_lines(decisions, summary["clusters"]))
     for repair in summary["repairs"]:
         yield "repair", f"round {repair['round']}: {repair['reason']}"
+    if privacy := summary.get("privacy"):
+        yield "privacy", "\n".join(privacy_lines(privacy))
     if attack := summary.get("attack"):
         by = f"{attack['kind']} by {len(attack['attackers'])} clients; scores are those of the others"
         if "success" in attack:

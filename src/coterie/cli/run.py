@@ -24,6 +24,7 @@ from coterie.cli.flags import (
 from coterie.cli.output import RoundProgress, clock, decision_lines, say, stdout, stop_on_ctrl_c, summary_table
 from coterie.client.settings import WorkSettings
 from coterie.errors import Interrupted
+from coterie.runs.accounting import with_epsilon
 from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables
 from coterie.views.words import safe_text
 
@@ -173,6 +174,6 @@ def _optimizer(work: WorkSettings) -> str:
 
 def _print_summary(summary: dict[str, Any], json_: bool) -> None:
     if json_:
-        print(json.dumps(summary))
+        print(json.dumps(with_epsilon(summary)))
     else:
         stdout().print(summary_table(summary))

@@ -109,6 +109,7 @@ class Block:
         self._keys = rng.keys(data.federation.keys[clients].to(data.device))  # [c]
         self._at_once = samples_at_once
         self._view = data.federation.view_of(clients)  # [c]
+        self.secret = False  # whether noise for privacy comes from the system, as at real sites, not from the seed
         self.gradients = 0  # per-sample gradients computed, for the ledger
 
     def __len__(self) -> int:

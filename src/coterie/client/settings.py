@@ -32,6 +32,16 @@ class WorkSettings:
     clip_norm: float | None = setting(
         None, "clip the gradient of each client to this norm", gt=0, flag=True, default_is="no clipping"
     )
+    update_clip: float | None = setting(
+        None, "clip what a client sends of its training to this norm", gt=0, flag=True, default_is="no clipping"
+    )
+    update_noise: float | None = setting(
+        None,
+        "deviation of the noise that a client adds to what it sends, as a multiple of update_clip",
+        gt=0,
+        flag=True,
+        default_is="no noise",
+    )
     schedule: str = setting("constant", "learning-rate schedule: constant, exponential, step or cosine", flag=True)
     decay_every: int = setting(10, "rounds between two decays in the schedule 'step'", ge=1)
     lr_floor: float = setting(0.01, "share of lr at the end of the schedule 'cosine'", gt=0, le=1)

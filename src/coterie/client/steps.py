@@ -16,6 +16,7 @@ from coterie.client import forms
 from coterie.client.block import Block, Models
 from coterie.client.forms import VALID, Answers, Asked, Forms
 from coterie.client.optimizers import optimizers
+from coterie.client.privacy import fresh, protected, seeded
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.federation import SplitName
@@ -118,7 +119,21 @@ def answer_of(step: ClientStep, block: Block, models: Models | None, work: SGD, 
                 f"{where} answered '{name}' of shape {tuple(tensor.shape)} for {len(block)} clients; the first axis "
                 "must be the clients."
             )
-    return found
+    return found if work.update_clip is None else _protected(found, block, models, work, where)
+
+
+def _protected(answer: Answer, block: Block, models: Models | None, work: SGD, where: str) -> Answer:
+    """What leaves the clients of a block, clipped and with noise."""
+    assert work.update_clip is not None
+    if block.task.layout.size > block.task.layout.num_parameters:
+        raise ConfigError(
+            "update_clip needs a network without running statistics, which noise would spoil: use GroupNorm or "
+            "LayerNorm in place of BatchNorm."
+        )
+    if models is None and "params" in answer and answer.params.shape == block.initial.shape:
+        models = Models(block.initial, torch.arange(len(block), device=block.initial.device))
+    draw = fresh if block.secret else seeded(block.rng)
+    return Answer(**protected(answer, models, work.update_clip, work.update_noise or 0.0, draw))
 
 
 def find_step(name: str) -> ClientStep:

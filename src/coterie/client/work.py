@@ -43,6 +43,10 @@ class SGD(WorkSettings):
         """The work in a run of this many rounds; ConfigError for an unknown optimizer or schedule."""
         find_optimizer(self.optimizer, may_import=True)(self)
         find_schedule(self.schedule)
+        if self.update_noise and self.update_clip is None:
+            raise ConfigError(
+                "update_noise is a multiple of update_clip, which is not set; add for example --update-clip 1."
+            )
         if 0 < rounds <= self.warmup_rounds:
             raise ConfigError(
                 f"warmup_rounds of {type(self).__name__} must be fewer than the rounds of the run, {rounds}. "

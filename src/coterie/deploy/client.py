@@ -33,7 +33,8 @@ def deployed_client_app(site: Any, mods: Sequence[Any] = ()) -> ClientApp:
     def answer(message: Message, context: Context) -> Message:
         federation = _federation(site, context)
         device = str(context.node_config.get("device", "cpu"))
-        answering = Site(federation, maker_of(site), loss_of(site), state_folder(context), device, load_method_of)
+        folder = state_folder(context)
+        answering = Site(federation, maker_of(site), loss_of(site), folder, device, load_method_of, secret=True)
         return Message(answering.answer(message.content), reply_to=message)
 
     app.train()(answer)

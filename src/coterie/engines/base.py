@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from coterie.client.block import Models
 from coterie.client.forms import VALID
+from coterie.client.privacy import Released
 from coterie.client.steps import Answer, ClientStep, require_step, step_name
 from coterie.client.task import Task
 from coterie.client.work import SGD
@@ -106,6 +107,7 @@ class Engine(abc.ABC):
         self.keys = keys  # int64 [N]: the clients' random keys
         self.device, self.dtype = device, dtype  # of models and answers
         self.ledger = Ledger()
+        self.released = Released()  # what clients have sent with and without noise, if updates are clipped
         self.failures: list[Failure] = []
         self.notes: list[str] = []  # decisions of the engine that the user should know
         self.round = 0
@@ -159,6 +161,9 @@ class Engine(abc.ABC):
         for reply in replies:
             self.ledger.record_work(self.phase, request.name, reply.gradients)
             failed += [self._fail(request, position, reason) for position, reason in reply.failed]
+            if self.task.work.update_clip is not None:
+                lost = [int(cohort[position]) for position, _ in reply.failed]
+                self.released.record(reply.answer, cohort[reply.positions].tolist(), lost, self.phase == "evaluate")
             if not len(reply.positions):
                 continue
             chunk = self._accepted(request, reply, lengths, failed)
@@ -187,7 +192,12 @@ class Engine(abc.ABC):
         require_step(step)
         if (models is None) != (refs is None):
             raise ConfigError("models and refs must be given together: a table [M, P] and the rows for each client.")
-        return Request(step, cohort, rng, work or self.task.work, models, refs, dict(payload or {}), dict(each or {}))
+        work, told = work or self.task.work, self.task.work
+        if told.update_clip is not None:  # for every work of a method; a personal model is not noised for its owner
+            is_owner = self.phase == "evaluate"
+            clip, noise = (None, None) if is_owner else (told.update_clip, told.update_noise)
+            work = replace(work, update_clip=clip, update_noise=noise)
+        return Request(step, cohort, rng, work, models, refs, dict(payload or {}), dict(each or {}))
 
     def carry(self, request: Request, round: int, cohort: Tensor) -> None:
         """Announce the evaluation of an earlier round: the calls of this round to `cohort` (ids [C]) may carry it.

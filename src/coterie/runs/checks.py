@@ -180,6 +180,12 @@ def check_checkpoint(
         for entry in plain["ledger"].values():
             if not isinstance(entry, dict) or not all(type(count) is int for count in entry.values()):
                 raise ValueError("the ledger is not of numbers")
+        if (released := plain.get("released")) is not None:
+            _is(released, counts=list, noised=list, exact=list)
+            if len(released["counts"]) > clients or not all(map(_is_count, released["counts"])):
+                raise ValueError("released.counts are not those of clients")
+            if not all(isinstance(name, str) for name in released["noised"] + released["exact"]):
+                raise ValueError("released names are not texts")
         for failure in plain["failures"]:
             if not isinstance(failure, dict) or set(failure) != {"round", "client", "step", "reason"}:
                 raise ValueError("a failure is not one")

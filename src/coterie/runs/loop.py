@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coterie.client.privacy import Released
 from coterie.client.steps import adapt_and_evaluate, evaluate, evaluate_privately
 from coterie.data.federation import Federation
 from coterie.engines.attacks import Attack
@@ -455,6 +456,7 @@ class Trainer:
             "failures": len(self.engine.failures),
             "failures_by_reason": dict(Counter(failure.reason for failure in self.engine.failures).most_common()),
             "attack": self._attack_summary(),
+            "privacy": self._privacy_summary(),
             "bytes": self.engine.ledger.totals(),
             "seconds": {"total": sum(seconds.values()), **seconds},
             "notes": list(self.engine.notes),
@@ -481,6 +483,21 @@ class Trainer:
             return None
         names = [self.federation.names[i] for i in self.attack.attackers.nonzero().flatten().tolist()]
         return {"kind": self.schedule.attack, "attackers": names, "corrupt": self.schedule.corrupt}
+
+    def _privacy_summary(self) -> dict[str, Any] | None:
+        """What differential privacy covers, and the numbers that its guarantee follows from; None if it is off."""
+        work, released = self.engine.task.work, self.engine.released
+        if work.update_clip is None:
+            return None
+        return {
+            "clip": work.update_clip,
+            "noise": work.update_noise or 0.0,
+            "participation": self.schedule.participation,
+            "rounds": self.progress.round,
+            "releases": max(released.counts, default=0),  # of the client that has sent most
+            "noised": sorted(released.noised),
+            "exact": sorted(released.exact),
+        }
 
     # ---- saving and resuming ----
 
@@ -511,6 +528,7 @@ class Trainer:
             "state": served.plain()["state"],
             "other": None if other is None else other.plain(),
             "ledger": self.engine.ledger.entries,
+            "released": self.engine.released.plain(),
             "failures": [asdict(failure) for failure in self.engine.failures],
             "score_rounds": self.progress.score_rounds,
             "seconds": self.progress.seconds,
@@ -602,6 +620,7 @@ class Trainer:
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
             raise unfit(self._place, checkpoint.round, error) from error
         self.engine.ledger.entries = plain["ledger"]
+        self.engine.released = Released.of(plain.get("released") or {})
         self.engine.failures[:] = [Failure(**values) for values in plain["failures"]]
         self.engine.notes[:] = list(dict.fromkeys([*plain["notes"], *self.engine.notes]))
         history = {name: values.numpy() for name, values in under("history.scores.").items()}

@@ -34,10 +34,12 @@ class Site:
         folder: Path,
         device: str = "cpu",
         register: Callable[[str], None] = lambda step: None,
+        secret: bool = False,
     ) -> None:
         self.federation, self._make, self._loss = federation, make, loss
         self._folder, self._device = folder, device
         self._register = register  # imports what defines a step that is not known yet
+        self._secret = secret  # noise for privacy that nobody can repeat
         self._engines: dict[Any, LoopEngine] = {}
 
     def answer(self, content: RecordDict) -> RecordDict:
@@ -76,6 +78,7 @@ class Site:
         engine.begin(call.round, call.phase)  # type: ignore[arg-type]
         client = torch.tensor([self.federation.names.index(call.client)])
         block = engine.block_of(client, engine.plan, Rng(call.key), memory)
+        block.secret = self._secret
         models = None
         if call.models is not None:
             table = torch.stack(sent).to(engine.device, engine.dtype)
