@@ -12,4 +12,6 @@ with open("patients.csv", "w", newline="") as file:
         for _ in range(100):
             age, pressure, dose = draw.uniform(20, 90), draw.gauss(120, 15), draw.gauss(0, 1)
             better = sign * dose + (age - 55) / 70 + draw.gauss(0, 0.2) > 0
-            table.writerow([f"hospital-{number}", f"{age:.1f}", f"{pressure:.0f}", f"{dose:.3f}", "better" if better else "same"])
+            table.writerow(
+                [f"hospital-{number}", f"{age:.1f}", f"{pressure:.0f}", f"{dose:.3f}", "better" if better else "same"]
+            )
