@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 HOWTO = sorted((DOCS / "howto").glob("*.md"))
 PAGES = [DOCS / "start.md", *HOWTO]
+SCRIPTS = {path.name: path for path in (DOCS / "snippets").glob("*.py")}
 PACKAGE = {"flower": "flwr", "report": "matplotlib", "onnx": "onnxruntime", "data": "datasets"}  # of an extra
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>needs|not run): (?P<reason>.*?) -->\n)?"
@@ -74,13 +75,20 @@ def test_blocks_are_commands_or_files(page: Path):
     text = page.read_text(encoding="utf-8")
     assert text.count("```") == 2 * len(blocks(page))
     assert text.count("<!-- ") == len([block for block in blocks(page) if block.mark])  # none is misspelled
-    python = [block for block in blocks(page) if block.language == "python"]
-    assert len(files(page)) == len(python)  # no snippet is written into a page
     assert not re.search(r"^    coterie ", text, re.MULTILINE)  # an indented block would not be run
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     for block in commands(page):
         assert block.mark != "needs" or block.reason in extras
     assert [block for block in commands(page) if block.mark != "not run"], "nothing of this page is run"
+
+
+def test_every_snippet_is_shown_and_none_is_written_into_a_page():
+    shown = set()
+    for page in DOCS.rglob("*.md"):
+        python = [block for block in blocks(page) if block.language == "python"]
+        assert len(files(page)) == len(python), page
+        shown |= files(page).keys()
+    assert SCRIPTS.keys() <= shown
 
 
 def test_pages_are_in_the_site():
@@ -143,3 +151,12 @@ def test_commands_of_a_page(page: Path, installed: dict[str, str], tmp_path: Pat
         assert "Traceback" not in done.stderr
     if missing:
         pytest.skip(f"all commands ran but those that need the extras {missing}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SCRIPTS.keys() - {name for page in PAGES for name in files(page)}))
+def test_snippets_of_other_pages(name: str, installed: dict[str, str], tmp_path: Path):
+    if not has("report"):
+        pytest.skip("needs the extra report")
+    done = subprocess.run(["python", SCRIPTS[name]], cwd=tmp_path, env=installed, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
