@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: help setup demo pictures test test-slow test-browser test-flower test-ray test-fuzz test-gpu test-versions wheel docs index golden bench bench-check bench-peers check format clean
+.PHONY: help setup demo pictures test test-slow test-howto test-browser test-flower test-ray test-fuzz test-gpu test-versions wheel docs index golden bench bench-check bench-peers check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -31,14 +31,18 @@ pictures: $(READY)  ## redraw the README's pictures from the demo (docs/pictures
 	rm -rf build/demo
 	$(BIN)/coterie compare $(DEMO) --out build/demo --name runs
 	$(BIN)/coterie report build/demo/runs --no-tsne --png build/demo/pictures --only compare-accuracy --only member-samples
+	cd build/demo && ../../$(BIN)/python ../../examples/first.py
 	mkdir -p docs/pictures
-	cp build/demo/pictures/compare-accuracy.png build/demo/pictures/coterie-s0/member-samples.png docs/pictures/
+	cp build/demo/pictures/compare-accuracy.png build/demo/pictures/coterie-s0/member-samples.png build/demo/model-map.png docs/pictures/
 
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest -q -n auto
 
 test-slow: $(READY)  ## run the slow tests
 	$(BIN)/python -m pytest -q -m 'slow'
+
+test-howto: $(READY)  ## run the commands of every how-to page with the built wheel, each page in an empty folder
+	$(BIN)/python -m pytest -q -rs -n auto -m 'slow' tests/test_howto.py
 
 test-browser: $(READY)  ## test the pages in a real browser (installs Debian's chromium if possible)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,browser]'

@@ -1,7 +1,7 @@
 """Your own data: one pair of tensors per client. The clients here are hospitals that measure with opposite signs.
 
 A client's data may also be a torch Dataset, a pandas table and more, and all of it may come from a file:
-`coterie run --dataset hospitals.csv`. See docs/data.md.
+`coterie run --dataset hospitals.csv`. See docs/howto/data.md.
 """
 
 from __future__ import annotations

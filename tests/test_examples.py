@@ -16,7 +16,8 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name != "adapters.py"], ids=lambda path: path.name)
-def test_example_runs(path, capsys):
+def test_example_runs(path, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # an example saves a picture
     with patch.dict(METRICS):  # an example registers one of its own
         runpy.run_path(str(path), run_name="__main__")
     assert "accuracy 0." in capsys.readouterr().out
@@ -40,6 +41,15 @@ def test_public_names_are_what_can_be_imported():
     assert public - {"TYPE_CHECKING", "Any", "VERSION", "annotations", "import_module"} == set(coterie.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = coterie.nothing
+
+
+def test_public_names_are_in_the_reference():
+    import coterie
+
+    shown = re.findall(r"^::: (\S+)$", (EXAMPLES[0].parents[1] / "docs" / "api.md").read_text(), re.MULTILINE)
+    missing = {name for name in coterie.__all__ if not any(path.endswith(f".{name}") for path in shown)}
+    assert missing == {"CoterieError"}  # it is on the page of its module
+    assert "coterie.errors" in shown
 
 
 @pytest.mark.slow
