@@ -111,7 +111,7 @@ def test_a_run_of_plugins_and_what_their_run_folder_may_do(tmp_path: Path, insta
     (tmp_path / "runs" / "a" / "summary.json").unlink()  # as if somebody else had sent an unfinished run
     refused = coterie(tmp_path, installed, "resume", "runs/a")
     assert refused.returncode == 2
-    assert "run.algorithm = 'my-method', a plugin" in refused.stderr
+    assert "run.algorithm = 'own_things:Mine'" in refused.stderr
     assert "work.optimizer = 'my-sign', a plugin" in refused.stderr
     assert coterie(tmp_path, installed, "show", "runs/a").returncode == 0
     assert coterie(tmp_path, installed, "report", "runs/a").returncode == 0

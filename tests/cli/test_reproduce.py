@@ -107,7 +107,8 @@ def test_a_failed_run_is_reported_and_the_others_are_there(
     monkeypatch.setattr(IFCA, "start", fails)
     done = command("reproduce", suite, "--seeds", "1", "-c", "all", "-q")
     assert done.code == 1
-    assert "1 of 2 runs failed. IFCA, all, seed 0 failed: ValueError: no luck" in done.err
+    assert "1 of 2 runs failed. IFCA, all, seed 0 failed: IFCA.start failed (" in done.err
+    assert "): ValueError: no luck" in done.err
     assert "80.00 → " in done.out
 
 

@@ -166,7 +166,8 @@ def test_records_that_were_not_asked_for_are_dropped(tmp_path):
     answers_of(engine)
     kept = engine._carried.answers
     assert len(kept) == 9
-    assert all(set(tensors) == {"samples", "loss", "accuracy", "f1"} for tensors, _ in kept.values())
+    names = {"samples", "loss", "accuracy", "f1", "valid_samples", "valid_loss", "valid_accuracy"}
+    assert all(set(tensors) == names for tensors, _ in kept.values())
 
 
 def test_a_number_of_gradients_counts_up_to_a_limit(tmp_path):

@@ -180,7 +180,7 @@ TOLD = {  # what may leave a client under strong privacy: models, an alarm, an i
     "train_only": {"params", "alarm"},
     "nearest": {"choice"},
     "choose": {"choice"},
-    "evaluate_privately": {"accuracy", "f1"},
+    "evaluate_privately": {"accuracy", "f1", "valid_accuracy", "valid_samples"},  # the last: whether there are some
 }
 
 

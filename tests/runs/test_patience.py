@@ -15,10 +15,11 @@ from coterie import SGD
 from coterie.engines.vectorized import VectorizedEngine
 from coterie.errors import ConfigError, StopRun
 from coterie.methods.base import find_algorithm
-from coterie.runs.execution import execute, open_run
+from coterie.runs.execution import execute
 from coterie.runs.experiment import Experiment
 from coterie.runs.folder import RunFolder
 from coterie.runs.observers import Several
+from coterie.runs.opening import open_run
 from tests.cli.conftest import Command, command
 from tests.runs import test_loop
 from tests.runs.test_loop import Killed, federation, outcome, resume, start

@@ -23,8 +23,9 @@ the model [P] or models [m, P] that were sent, or None. If it raises, the client
 class MockEngine(Engine):
     """Models are vectors of `size` numbers; the answers of a client come from `respond`.
 
+    >>> from coterie.client.steps import train
     >>> engine = MockEngine(lambda step, client, sent: {"params": sent + client, "samples": 1}, num_clients=3)
-    >>> [chunk] = engine.call(lambda: None, engine.everyone(), models=torch.zeros(1, 2),
+    >>> [chunk] = engine.call(train, engine.everyone(), models=torch.zeros(1, 2),
     ...                       refs=torch.zeros(3, dtype=torch.int64), rng=engine.dropout_rng)
     >>> chunk.answer.params.tolist()
     [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]

@@ -16,10 +16,11 @@ from coterie.engines.ray import require_ray
 from coterie.errors import ConfigError, CoterieError, EngineError, Interrupted
 from coterie.methods.base import algorithms
 from coterie.randomness import Rng
-from coterie.runs.execution import execute, open_run
+from coterie.runs.execution import execute
 from coterie.runs.experiment import merge, resolve
 from coterie.runs.folder import RunFolder
 from coterie.runs.loop import Schedule
+from coterie.runs.opening import open_run
 from tests.engines.ray.runs import MARKS, WORKERS
 from tests.helpers import assert_same, finished, outcome, ragged_federation, setup_of, trainer_of
 from tests.test_contracts import make

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from coterie.client import forms
 from coterie.client.block import Block, Mixture, Models
 from coterie.client.serving import Serving, serving
 from coterie.client.steps import Answer, ClientStep, client_step
@@ -93,7 +94,7 @@ def training_with(name: str, keeps: PartOf, module: str) -> ClientStep:
         return keep_and_send(block, block.train(assembled(block, models.rows(), mine), work), mine)
 
     train_whole.__module__ = module  # other processes import it from there
-    return client_step(name)(train_whole)
+    return client_step(name, forms.trained)(train_whole)
 
 
 def serving_with(name: str, keeps: PartOf, module: str) -> Serving:
