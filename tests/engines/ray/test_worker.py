@@ -10,6 +10,7 @@ import torch
 
 from coterie.client.optimizers import optimizers
 from coterie.client.steps import OWN_MODEL, Answer, client_step, train
+from coterie.client.work import SGD
 from coterie.data.transforms import Noise
 from coterie.engines.ray.worker import Message, Setup, Worker
 from coterie.engines.vectorized import VectorizedEngine
@@ -45,7 +46,7 @@ def worker(federation, task):
 
 def message(step, cohort, **more):
     refs = np.zeros(len(cohort), dtype=np.int64)
-    values = {"key": Rng.seed(1).key, "work": None, "refs": refs, "each": {}, "round": 1, "phase": "round"}
+    values = {"key": Rng.seed(1).key, "work": SGD(), "refs": refs, "each": {}, "round": 1, "phase": "round"}
     return Message(step, np.array(cohort), **values | more)
 
 
