@@ -41,8 +41,10 @@ test: $(READY)  ## run the tests
 test-slow: $(READY)  ## run the slow tests
 	$(BIN)/python -m pytest -q -m 'slow'
 
-test-howto: $(READY)  ## run the commands of every how-to page with the built wheel, each page in an empty folder
+test-howto: $(READY)  ## run the commands of every how-to page with the built wheel, each page in an empty folder, and the notebooks
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,notebooks]'
 	$(BIN)/python -m pytest -q -rs -n auto -m 'slow' tests/test_howto.py
+	$(BIN)/python -m pytest -q -rs tests/test_notebooks.py
 
 test-browser: $(READY)  ## test the pages in a real browser (installs Debian's chromium if possible)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,browser]'

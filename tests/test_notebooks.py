@@ -39,8 +39,8 @@ def test_cells_run_as_a_script(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
 def test_cells_run_in_a_kernel(path: Path, tmp_path: Path):
-    nbformat = pytest.importorskip("nbformat", reason="needs nbclient and ipykernel")
-    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
+    nbformat = pytest.importorskip("nbformat", reason="needs pip install 'coterie[notebooks]'")
+    nbclient = pytest.importorskip("nbclient", reason="needs pip install 'coterie[notebooks]'")
     book = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]

@@ -40,7 +40,7 @@ def test_all_has_every_extra_for_users():
     (every,) = EXTRAS["all"]
     inside = re.fullmatch(r"coterie\[(.*)\]", every)
     assert inside is not None
-    assert set(inside[1].split(",")) == EXTRAS.keys() - {"all", "browser", "docs", "dev"}
+    assert set(inside[1].split(",")) == EXTRAS.keys() - {"all", "browser", "notebooks", "docs", "dev"}
 
 
 def test_the_app_of_sites_takes_a_flower_that_is_tested():
