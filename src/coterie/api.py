@@ -1,7 +1,7 @@
 """The Python API: what the command line does, with Python objects in place of names.
 
 `run` trains and returns a `Result`, `open_run` opens a finished run, `compare` and `sweep` make tables of many runs,
-`choose_k` recommends a number of clusters.
+`choose_k` recommends K.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def choose_k(
     set: Mapping[str, Any] | Iterable[str] = (),
     **settings: Any,
 ) -> choosing.Choice:
-    """Recommend a number of clusters from `first` to `last` (by default 8), and say why; see `coterie choose-k`."""
+    """Recommend K, from `first` to `last` (by default 8), with the reason; see `coterie choose-k`."""
     tables = _tables(settings, set, config, engine, device, engine_settings)
     objects = _objects("fesem", model, work, loss)
     make = _maker("fesem", data, model, loss, objects, 0)
