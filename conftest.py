@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 _NEEDS = {
-    "flwr": ["src/coterie/engines/flower/*", "src/coterie/deploy/*", "tests/flower/fakes.py", "tests/flower/sites.py"],
+    "flwr": ["src/coterie/engines/flower/*", "src/coterie/deploy/*", "tests/flower/[!t_]*.py"],
     "ray": ["src/coterie/engines/ray/cluster.py", "src/coterie/engines/ray/engine.py"],
 }
 
