@@ -23,8 +23,7 @@ from coterie.settings import build, fields_of
 from tests.helpers import assert_same, finished, outcome, ragged_federation, reserved_for, setup_of, trainer_of
 
 METHODS = sorted(algorithms())
-
-
+WITH_ALL_MEANS = ("coterie", "fedavg", "fesem", "md_icfl")
 SMALLER = {"num_clusters": 2, "iterations": 5, "pseudo_samples": 3, "cluster_in": 2}
 
 
@@ -40,14 +39,21 @@ def data_for(name: str) -> Federation:
 
 
 def choices() -> list[Any]:
-    """Every value of every setting of a method that is chosen from a list, but the defaults."""
+    """Every value of every setting of a method that is chosen from a list, but the defaults.
+
+    All methods with a robust mean share its code: most of its values are tried with a few methods, with all others
+    only among the slow tests.
+    """
     found = []
     for name in METHODS:
         for field in fields_of(algorithms()[name]).values():
             values = get_args(field.kind) if get_origin(field.kind) is Literal else field.choices
             values = (True, False) if field.kind is bool else values
-            more = [value for value in values if value != field.default]
-            found += [pytest.param(name, field.name, value, id=f"{name}-{field.name}-{value}") for value in more]
+            for value in values:
+                shared = field.name == "robust" and value not in ("median", "auto") and name not in WITH_ALL_MEANS
+                marks = [pytest.mark.slow] if shared else []
+                if value != field.default:
+                    found.append(pytest.param(name, field.name, value, id=f"{name}-{field.name}-{value}", marks=marks))
     return found
 
 
@@ -62,22 +68,18 @@ class TestAlgorithm:
         other = finished(setup_of(make(name), schedule=Schedule(rounds=3, seed=1)))
         assert one.progress.rows[-1]["loss"] != other.progress.rows[-1]["loss"]
 
-    @pytest.mark.parametrize("chunk", [1, 2, 4, None])
     @pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-9), ("float32", 1e-4)])
-    def test_loop_equals_vectorized(self, name, chunk, precision, tolerance):
-        settings = {"precision": precision}
-        loop = finished(setup_of(make(name), engine="loop", engine_settings=settings))
-        if chunk is not None:
-            settings = settings | {"chunk": chunk}
-        fast = finished(setup_of(make(name), engine_settings=settings))
-        one, other = outcome(loop), outcome(fast)
-        assert one["labels"] == other["labels"]
-        assert one["ledger"] == other["ledger"]
-        assert_same(one["state"], other["state"], exact=False, tolerance=tolerance)
-        assert_same(one["memory"], other["memory"], exact=False, tolerance=tolerance)
-        for row, fast_row in zip(one["rows"], other["rows"], strict=True):
-            assert row["accuracy"]["macro"] == pytest.approx(fast_row["accuracy"]["macro"], abs=0.005)
-            assert row["loss"]["micro"] == pytest.approx(fast_row["loss"]["micro"], rel=10 * tolerance)
+    def test_loop_equals_vectorized(self, name, precision, tolerance):
+        one = outcome(finished(setup_of(make(name), engine="loop", engine_settings={"precision": precision})))
+        for chunk in ({}, {"chunk": 1}, {"chunk": 4}) if precision == "float64" else ({},):
+            other = outcome(finished(setup_of(make(name), engine_settings={"precision": precision, **chunk})))
+            assert one["labels"] == other["labels"]
+            assert one["ledger"] == other["ledger"]
+            assert_same(one["state"], other["state"], exact=False, tolerance=tolerance)
+            assert_same(one["memory"], other["memory"], exact=False, tolerance=tolerance)
+            for row, fast_row in zip(one["rows"], other["rows"], strict=True):
+                assert row["accuracy"]["macro"] == pytest.approx(fast_row["accuracy"]["macro"], abs=0.005)
+                assert row["loss"]["micro"] == pytest.approx(fast_row["loss"]["micro"], rel=10 * tolerance)
 
     @pytest.mark.parametrize("stop_after", [1, 2])
     def test_resumed_equals_uninterrupted(self, name, stop_after, tmp_path):
@@ -240,9 +242,13 @@ class TestSettings:
 
 
 IMAGES = ragged_federation(5, shape=(1, 28, 28))
+SMALL = {"mclr", "mlp", "lenet", "leaf-cnn"}
+LARGE = {"resnet18", "mobilenetv2"}  # a minute each
 
 
-@pytest.mark.parametrize("name", sorted(models()))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else []) for name in sorted(models())]
+)
 class TestModel:
     def test_loop_equals_vectorized(self, name):
         federation = ragged_federation(3, shape=(3, 32, 32), samples=6) if name not in SMALL else IMAGES
@@ -263,9 +269,6 @@ class TestModel:
         assert made[1].engine.describe()["plan"] == "stacked"
         for other in made[1:]:
             assert_same(made[0].state.tensors(), other.state.tensors(), exact=False, tolerance=1e-9)
-
-
-SMALL = {"mclr", "mlp", "lenet", "leaf-cnn"}
 
 
 @pytest.mark.parametrize("name", ["rotated-digits", "digits", "synthetic"])

@@ -1,6 +1,7 @@
 """Every registered method gives its golden results, on both engines (`make golden` writes them anew).
 
-The first seed is part of the default run, the others of `make test-slow`.
+The default run has the first seed on the vectorized engine, which equals the loop by `tests/test_contracts.py`; the
+rest is part of `make test-slow`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ import pytest
 from tests.golden.record import ENGINES, FILE, SEEDS, arrays, methods, run
 
 
-@pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])])
-@pytest.mark.parametrize("engine", ENGINES)
+CASES = [
+    pytest.param(engine, seed, marks=[] if (engine, seed) == ("vectorized", SEEDS[0]) else pytest.mark.slow)
+    for engine in ENGINES
+    for seed in SEEDS
+]
+
+
+@pytest.mark.parametrize(("engine", "seed"), CASES)
 @pytest.mark.parametrize("method", methods())
 def test_golden_results(method, engine, seed, tmp_path):
     found = arrays(run(method, engine, seed, tmp_path))
