@@ -11,7 +11,6 @@ import pytest
 
 from tests.golden.record import ENGINES, FILE, SEEDS, arrays, methods, run
 
-
 CASES = [
     pytest.param(engine, seed, marks=[] if (engine, seed) == ("vectorized", SEEDS[0]) else pytest.mark.slow)
     for engine in ENGINES
