@@ -59,7 +59,7 @@ def gradients_of(block, models):
     """(position, class) -> gradient, and the same for sample counts."""
     gradients, counts = {}, {}
     for label, holders, found, samples in block.class_gradients(models):
-        found, samples = found[:, 0], samples[:, 0]
+        found, samples = found[:, 0].clone(), samples[:, 0]
         for position, row, number in zip(holders.tolist(), found, samples.tolist(), strict=True):
             gradients[position, label], counts[position, label] = row, number
     return gradients, counts

@@ -184,7 +184,8 @@ class Block:
 
         Yields the class, which clients hold it (positions [h]), their gradients [h, parts, num_parameters] and sample
         counts [h, parts]. With several `parts`, the samples of a class are divided among them; a part may be empty.
-        Without `by_class`, or in a task without classes, all samples are one class.
+        Without `by_class`, or in a task without classes, all samples are one class. The next class overwrites the
+        gradients of the last: fresh memory for each would take longer than computing them.
         """
         sent = models if isinstance(models, Models) else self._one_each(models)
         split, device = self._split("train"), self._data.device
@@ -197,6 +198,7 @@ class Block:
         self.gradients += int(sizes.sum())
         data = Batch(x, y, None, self.rng("class gradients"))
         params = [tensor.contiguous() for tensor in self.task.layout.unpack(sent.table[sent.refs]).values()]
+        memory = params[0].new_empty(len(self), parts, self.task.layout.num_parameters)
         for label in range(self.task.num_classes if by_class and self.task.num_classes else 1):
             mine = (y == label) & real if by_class and self.task.num_classes else real
             counts = mine.sum(1)  # [c]
@@ -205,7 +207,7 @@ class Block:
                 continue
             order = mine[holders].to(torch.int8).argsort(dim=1, descending=True, stable=True)
             samples = [(counts[holders] + parts - 1 - part) // parts for part in range(parts)]
-            found = params[0].new_zeros(len(holders), parts, self.task.layout.num_parameters)
+            found = memory[: len(holders)]
             for part in range(parts):
                 self._mean_gradient(params, data, holders, order[:, part::parts], samples[part], found[:, part])
             yield label, holders, found, torch.stack(samples, dim=1)
@@ -213,7 +215,7 @@ class Block:
     def _mean_gradient(
         self, params: list[Tensor], data: Batch, holders: Tensor, order: Tensor, counts: Tensor, total: Tensor
     ) -> None:
-        """Add gradients over the first `counts` [h] samples in `order` of clients `holders` [h] to `total` [h, P].
+        """Write gradients over the first `counts` [h] samples in `order` of clients `holders` [h] to `total` [h, P].
 
         `params` and `data` are those of all clients.
         """
@@ -221,6 +223,9 @@ class Block:
         cut = len(layout.parameters)
         width = max(1, self._at_once // len(holders))
         most = int(counts.max())
+        is_whole = most <= width and int(counts.min()) > 0
+        if not is_whole:
+            total.zero_()
         for begin in range(0, most, width):
             rows = (counts > begin).nonzero().flatten()
             here = holders[rows]
@@ -232,7 +237,7 @@ class Block:
             own = params if len(here) == len(self) else [tensor[here] for tensor in params]
             buffers = [tensor.clone() for tensor in own[cut:]]
             gradients = self._kernel.gradients(own[:cut], buffers, batch)
-            if most <= width and len(rows) == len(holders):
+            if is_whole:
                 for slot, gradient in zip(layout.parameters, gradients, strict=True):
                     total[:, slot.start : slot.stop] = gradient.reshape(len(rows), -1)
                 return
