@@ -33,7 +33,8 @@ def test_json_is_one_object_with_the_recommendation_and_the_table(command: Comma
         "gap",
         "gap_error",
         "gain",
-        "gain_error", "r2",
+        "gain_error",
+        "r2",
     }
     assert found["reason"].startswith("held-out accuracy is ")
     assert found["plot"] == "choose-k-rotated-digits.png"
