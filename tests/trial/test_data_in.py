@@ -303,6 +303,8 @@ def test_groups_are_called_what_the_file_calls_them(command: Command):
     assert [row["group_name"] for row in rows] == ["north", "south"] * 3
     federation = Federation.from_clients(patients(2), groups={"h0": "north", "h1": "south"})
     assert federation.group_names() == {0: "north", 1: "south"}
+    frame = coterie.run("fedavg", federation, "mclr", rounds=1, work=WORK).frame("clients")
+    assert frame["group_name"].tolist() == ["north", "south"]
 
 
 def test_an_npz_file_may_say_which_samples_are_for_validation(command: Command):
