@@ -76,9 +76,7 @@ def test_the_documented_way(command: Command, written):
 def test_a_method_that_declares_what_stays_with_the_clients(command: Command, written):
     written(
         "from dataclasses import dataclass\n"
-        "import coterie\n"
         "from coterie.methods.parts.own_parts import OwnParts, named\n"
-        "@coterie.register\n"
         "@dataclass(frozen=True)\n"
         "class Mine(OwnParts):\n"
         "    key = 'mine'\n"
