@@ -1,7 +1,8 @@
 """The pages for users cannot rot: their commands run as they stand, in an empty folder, with the built wheel.
 
-A fenced block `bash` is run, in the order of the page; a block with a title is the file of that name, and shows a file
-of the repository. A comment above a block says what it needs:
+A fenced block `bash` is run, in the order of the page. A block with a title is the file of that name in `examples` or
+`docs/snippets`, word for word: pages read the same on the site and in the repository. A comment above a block says what
+it needs:
 
     <!-- needs: onnx -->              run only if this extra is installed
     <!-- not run: needs Slurm -->     never run here, and why
@@ -26,13 +27,13 @@ DOCS = ROOT / "docs"
 HOWTO = sorted((DOCS / "howto").glob("*.md"))
 PAGES = [DOCS / "start.md", *HOWTO]
 SCRIPTS = {path.name: path for path in (DOCS / "snippets").glob("*.py")}
+FILES = SCRIPTS | {path.name: path for path in (ROOT / "examples").glob("*.py")}
 PACKAGE = {"flower": "flwr", "report": "matplotlib", "onnx": "onnxruntime", "data": "datasets"}  # of an extra
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>needs|not run): (?P<reason>.*?) -->\n)?"
     r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-SHOWN = re.compile(r'--8<-- "(.+)"\n')
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,7 @@ def has(extra: str) -> bool:
 
 def files(page: Path) -> dict[str, str]:
     """The files that a page shows, by name."""
-    found = {}
-    for block in blocks(page):
-        shown = SHOWN.fullmatch(block.text)
-        if shown:
-            assert block.title == Path(shown[1]).name
-            found[block.title] = (ROOT / shown[1]).read_text(encoding="utf-8")
-    return found
+    return {block.title: block.text for block in blocks(page) if block.title is not None}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -82,11 +77,13 @@ def test_blocks_are_commands_or_files(page: Path):
     assert [block for block in commands(page) if block.mark != "not run"], "nothing of this page is run"
 
 
-def test_every_snippet_is_shown_and_none_is_written_into_a_page():
+def test_every_snippet_is_shown_as_it_is():
     shown = set()
     for page in DOCS.rglob("*.md"):
         python = [block for block in blocks(page) if block.language == "python"]
         assert len(files(page)) == len(python), page
+        for name, text in files(page).items():
+            assert text == FILES[name].read_text(encoding="utf-8"), f"{page} differs from {FILES[name]}"
         shown |= files(page).keys()
     assert SCRIPTS.keys() <= shown
 

@@ -34,6 +34,7 @@ def test_json_is_one_object_with_the_recommendation_and_the_table(command: Comma
         "gap_error",
         "gain",
         "gain_error",
+        "r2",
     }
     assert found["reason"].startswith("held-out accuracy is ")
     assert found["plot"] == "choose-k-rotated-digits.png"

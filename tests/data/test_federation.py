@@ -278,6 +278,12 @@ def test_from_clients_with_true_groups_by_name():
     assert Federation.from_clients(data, groups={"c": 1, "a": 0, "b": 1}).groups.tolist() == [0, 1, 1]
     numbers = Federation.from_clients(dict.fromkeys((7, 3), data["a"]), groups={3: 1, 7: 0})
     assert (numbers.names, numbers.groups.tolist()) == (("7", "3"), [0, 1])
+    words = Federation.from_clients(data, groups={"c": "south", "a": "north", "b": "south"})
+    assert (words.groups.tolist(), words.group_names()) == ([0, 1, 1], {0: "north", 1: "south"})
+    with pytest.raises(DataError, match=r"groups must all be whole numbers or all be names\. Got 'south' instead\."):
+        Federation.from_clients(data, groups={"c": "south", "a": 0, "b": 1})
+    with pytest.raises(DataError, match=r"Got 0\.5 instead\."):
+        Federation.from_clients(data, groups={"c": 1, "a": 0.5, "b": 1})
 
 
 GOOD = (torch.ones(3, 2), torch.zeros(3).long())

@@ -22,7 +22,7 @@ def dataset(**more):
     [
         {},
         {"is_train": np.array([True, False] * 3), "user": np.arange(6) % 2, "user_names": ("a", "b")},
-        {"group": np.arange(6)},
+        {"group": np.arange(6) % 2, "group_names": ("north", "south"), "class_names": ("a", "b", "c")},
     ],
 )
 def test_every_field_comes_back(tmp_path: Path, more):
@@ -34,7 +34,7 @@ def test_every_field_comes_back(tmp_path: Path, more):
     for name in ("is_train", "user", "group"):
         one, other = getattr(before, name), getattr(after, name)
         assert (one is None and other is None) or (one.dtype == other.dtype and np.array_equal(one, other))
-    for name in ("name", "num_classes", "user_names", "mean", "std"):
+    for name in ("name", "num_classes", "user_names", "group_names", "class_names", "mean", "std"):
         assert getattr(after, name) == getattr(before, name)
     assert [path.name for path in tmp_path.iterdir()] == ["samples.safetensors"]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import stat
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -41,7 +43,6 @@ def test_the_app_is_whole(tmp_path, capsys):
 def test_every_key_of_its_config_is_known():
     pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
     import tempfile
-    from pathlib import Path
 
     from coterie.deploy.server import tables_of
 
@@ -52,6 +53,30 @@ def test_every_key_of_its_config_is_known():
     assert tables["run"]["algorithm"] == "coterie"
     assert "num_clusters" not in tables["algorithm"]  # coterie finds it
     assert tables["work"]["epochs"] == 5
+
+
+def test_every_key_is_documented_and_in_the_app(tmp_path):
+    pytest.importorskip("flwr", reason="needs pip install 'coterie[flower]'")
+    from coterie.deploy import client, server
+
+    page = (
+        (Path(__file__).parents[2] / "docs" / "deployment.md").read_text().split("## Run config")[1].split("\n## ")[0]
+    )
+    run, node = (
+        {
+            key
+            for line in table.splitlines()
+            if line.startswith("| `")
+            for key in re.findall("`(.+?)`", line.split("|")[1])
+        }
+        for table in page.split("node config")
+    )
+    known = {*server._PLACES, *server._OWN}
+    assert run == known
+    assert node == set(re.findall(r'node_config\.get\("(.+?)"', Path(client.__file__).read_text()))
+    write_app(tmp_path / "a")
+    # Flower overrides only keys that are there.
+    assert known == set(tomllib.loads((tmp_path / "a" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
 
 
 def test_an_unknown_key_of_the_config_is_refused():

@@ -213,7 +213,7 @@ def npz(rng: random.Random, folder: Path) -> None:
             return made.astype(kind)
 
     arrays = {"x": draw.random((count, 3)), "y": np.arange(count) % 3}
-    for name in rng.sample(["x", "y", "user", "group", "is_train", "more"], rng.randrange(1, 4)):
+    for name in rng.sample(["x", "y", "user", "group", "is_train", "split", "more"], rng.randrange(1, 4)):
         arrays[name] = array(rng.choice(shapes))
     if rng.random() < 0.2:
         arrays["user"] = np.array([rng.choice(WORDS).replace("\0", "") for _ in range(count)] or ["a"])

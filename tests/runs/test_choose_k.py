@@ -245,12 +245,13 @@ def test_second_opinions_do_not_decide():
 def test_without_classes_the_loss_decides():
     def of(k: int, loss: float) -> Trial:
         values = torch.tensor(around(loss), dtype=torch.float64)
-        scores = Scores(torch.full_like(values, 50), values)
-        return Trial(Row(k, *scores.means, 1.0, None, None, None), scores)
+        scores = Scores(torch.full_like(values, 50), values, r2=1 - values / 4)
+        return Trial(Row(k, *scores.means, 1.0, None, None, None, r2=scores.mean_r2), scores)
 
     chosen, reason = recommend([of(1, 2.0), of(2, 1.5), of(3, 1.499)])
     assert chosen == 2
-    assert reason.startswith("held-out loss is 1.5, -0.5 ±")
+    assert reason.startswith("held-out loss is 1.5 (R2 0.625), -0.5 ±")
+    assert " of loss over K = 1; no larger K is clearly better" in reason
     assert "by loss" not in reason
 
 

@@ -307,3 +307,11 @@ def test_classes_of_newcomers_are_known_by_their_names():
     other = Federation.from_clients({"b": (x, np.array(["owl", "emu"] * 3))})
     with pytest.raises(DataError, match="own has the class 'emu', which the run was not trained on"):
         like_the_run(other, run)
+
+
+def test_groups_of_newcomers_are_those_of_the_same_name():
+    x, y = np.zeros((10, 2), np.float32), np.arange(10) % 2
+    run = Federation.from_clients({"a": (x, y), "b": (x, y)}, groups={"a": "north", "b": "south"})
+    new = Federation.from_clients({"c": (x, y), "d": (x, y)}, groups={"c": "south", "d": "east"})
+    found = like_the_run(new, run)
+    assert (found.groups.tolist(), found.group_names()) == ([1, 2], {1: "south", 2: "east"})

@@ -243,7 +243,79 @@ def test_regression_on_the_command_line(command: Command):
     assert [word in table for word in ("loss", "R2", "accuracy", "F1")] == [True, True, False, False]
     choice = command("choose-k", *common, "--loss", "mse", "--to", 3, "--json").json
     assert choice["recommended"] == 2
-    assert "accuracy" not in command("choose-k", *common, "--loss", "mse", "--to", 2, "--quiet").out.splitlines()[2]
+    assert [row["accuracy"] for row in choice["table"]] == [None] * 3
+    assert choice["table"][1]["r2"] > 0.5 > choice["table"][0]["r2"]  # two kinds of clients
+    told = command("choose-k", *common, "--loss", "mse", "--to", 2, "--quiet").out
+    assert all(word in told for word in ("held-out loss", "held-out R2", "loss saved over K = 2", "(R2 0.", "of loss"))
+    assert "accuracy" not in told
+    grid = ("--grid", "work.lr=0.01,0.02", "--unseen", 0.2, "--rounds", 2, "-a", "fedavg", "--quiet", "--name", "s")
+    table = command("sweep", "--dataset", "own.csv", "--loss", "mse", *grid).out
+    assert all(word in table for word in ("loss", "R2", "unseen loss"))
+    assert "accuracy" not in table + Path("runs/s/table.md").read_text()
+
+
+def test_regression_in_situations(command: Command):
+    write_numbers("own.csv")
+    Path("own.toml").write_text("[all]\nrun.participation = 1.0\n[some]\nrun.participation = 0.5\n")
+    run = ("--dataset", "own.csv", "--lr", 0.02, "--loss", "mse", "--rounds", 4, "-a", "fedavg", "-a", "fesem", "-k", 2)
+    found = command("compare", "--scenarios", "own.toml", *run, "--name", "c", "--json").json
+    best = {row["labels"]["situation"]: row for row in found["rows"] if row["labels"]["method"] == "fesem"}
+    for row in found["rows"]:  # the regret is the loss above the lowest one
+        lowest = best[row["labels"]["situation"]]["loss"]["macro"]["mean"]
+        assert row["regret"] == pytest.approx(row["loss"]["macro"]["mean"] - lowest, abs=1e-9)
+    page = Path("runs/c/table.md").read_text()
+    heads = [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
+    assert heads[:3] == ["loss", "regret: loss above the lowest", "R2"]
+    assert "accuracy" not in page
+    bold = [line for line in page.splitlines() if "**" in line]
+    assert bold
+    assert all(line.startswith("| fesem") for line in bold)
+    assert command("report", "runs/c", "--no-tsne").code == 0
+    assert '"key":"loss","title":"loss"' in Path("runs/c/report.html").read_text()
+
+
+# ---- names of groups, and validation samples ----
+
+
+def write_regions(path: str) -> None:
+    """Hospitals of two regions, whose names are words."""
+    with open(path, "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["age", "dose", "level", "label", "user", "group"])
+        for number, (name, (x, y)) in enumerate(patients().items()):
+            region = ("north", "south")[number % 2]
+            rows.writerows([*one, int(label), name, region] for one, label in zip(x, y, strict=True))
+
+
+def test_groups_are_called_what_the_file_calls_them(command: Command):
+    write_regions("own.csv")
+    assert "2: north (3 clients), south (3 clients)" in command("data", "check", "own.csv").out
+    run = ("run", "-d", "own.csv", "-a", "fesem", "-k", 2, "--rounds", 2, "--quiet", "--name", "a")
+    assert command(*run).code == 0
+    shown = command("show", "runs/a", "--json").json["cluster_groups"]
+    assert sum(sum(cluster.values()) for cluster in shown) == 6
+    assert {name for cluster in shown for name in cluster} == {"north", "south"}
+    told = ", ".join(f"{name} {count}" for name, count in shown[0].items())
+    assert f"0: {told}" in command("show", "runs/a").out
+    assert command("report", "runs/a", "--no-tsne").code == 0
+    assert '"groups":["north","south"]' in Path("runs/a/report.html").read_text()
+    rows = command("onboard", "runs/a", "-d", "own.csv", "--json").json["clients"]
+    assert [row["group_name"] for row in rows] == ["north", "south"] * 3
+    federation = Federation.from_clients(patients(2), groups={"h0": "north", "h1": "south"})
+    assert federation.group_names() == {0: "north", 1: "south"}
+    frame = coterie.run("fedavg", federation, "mclr", rounds=1, work=WORK).frame("clients")
+    assert frame["group_name"].tolist() == ["north", "south"]
+
+
+def test_an_npz_file_may_say_which_samples_are_for_validation(command: Command):
+    x, y = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2
+    words = np.array(["train", "train", "valid", "test", "test"] * 8)
+    np.savez("own.npz", x=x, y=y, user=np.repeat(["a", "b"], 20), split=words)
+    assert command("data", "check", "own.npz", "--json").json["samples"] == {"train": 16, "valid": 8, "test": 16}
+    np.savez("own.npz", x=x, y=y, split=np.where(words == "valid", "dev", words))
+    done = command("data", "check", "own.npz")
+    assert done.code == 2
+    assert done.error == "own.npz has 'dev' in its column of splits; write train, valid or test."
 
 
 # ---- scaling ----

@@ -73,6 +73,24 @@ def test_the_documented_way(command: Command, written):
     assert "labels" not in " ".join(done["notes"])
 
 
+def test_a_method_that_declares_what_stays_with_the_clients(command: Command, written):
+    written(
+        "from dataclasses import dataclass\n"
+        "from coterie.methods.parts.own_parts import OwnParts, named\n"
+        "@dataclass(frozen=True)\n"
+        "class Mine(OwnParts):\n"
+        "    key = 'mine'\n"
+        "    keeps = named('1.*')\n"
+    )
+    mine = command("run", "-a", "mine:Mine", *QUICK, "--json").json
+    whole = command("run", "-a", "fedavg", *QUICK, "--json").json
+    # mlp on 8 x 8 digits: 64 x 200 + 200 of its 64 x 200 + 200 + 200 x 10 + 10 parameters stay at home
+    assert mine["bytes"]["up"] / whole["bytes"]["up"] == pytest.approx(2010 / 15010, rel=0.02)
+    wrong = Path("mine.py").read_text().replace("'1.*'", "'first.*'")
+    written(wrong)
+    assert command("run", "-a", "mine:Mine", *QUICK).error.startswith("No parameter is named first.*. The network has")
+
+
 # what is wrong -> what is said, where from
 WRONG = {
     "no state": ((RETURNED, "pass"), r"Mine\.round \({}\) must return a ClusterState\. Got NoneType instead\.", ROUND),

@@ -57,6 +57,15 @@ def test_twenty_more_rounds(command: Command):
     )
 
 
+def test_a_run_ends_when_validation_gets_no_better(command: Command):
+    work = ("--epochs", 5, "--patience", 2, "--rounds", 40, "--name", "a", *SMALL)
+    found = command("run", "-a", "fedavg", *work, "--json").json
+    assert found["stopped_early"]
+    assert (found["rounds"], found["best_round"]) == (found["best_round"] + 2, found["rounds"] - 2)
+    assert f"{found['best_round']} of {found['rounds']}, by validation" in command("show", "runs/a").out
+    assert "patience" in command("run", "-a", "fedavg", "--patience", 0, *SMALL).error
+
+
 def test_the_default_method_says_what_differs(command: Command):
     command("run", "--rounds", 2, "--name", "a", *SMALL)
     done = command("resume", "runs/a", "--rounds", 3)

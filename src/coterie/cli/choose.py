@@ -35,7 +35,8 @@ def choose(
 ) -> None:
     """Recommend a number of clusters and explain the choice.
 
-    Trains some of the clients for a few rounds with each number and compares their accuracy on held-out samples.
+    Trains some of the clients for a few rounds with each number and compares their accuracy on held-out samples, or
+    their loss where targets are numbers (--loss mse).
     """
     from coterie.runs.choose_k import choose_k
     from coterie.runs.experiment import resolve
@@ -74,18 +75,19 @@ def _draw(choice: Choice, out: Path, dataset: str) -> tuple[str | None, str]:
 def _table(choice: Choice, dataset: str) -> Table:
     from rich.text import Text
 
-    over = f"gain over K = {choice.recommended}"
-    heads = ["K", "held-out accuracy", over, "held-out loss", "intra-cluster distance", "silhouette", "gap statistic"]
+    scores = ["held-out accuracy", f"gain over K = {choice.recommended}", "held-out loss"]
     has_classes = any(row.accuracy is not None for row in choice.rows)
     if not has_classes:
-        heads.remove("held-out accuracy")
+        scores = ["held-out loss", f"loss saved over K = {choice.recommended}", "held-out R2"]
+    heads = ["K", *scores, "intra-cluster distance", "silhouette", "gap statistic"]
     rows = []
     for row in choice.rows:
+        loss = _number(row.loss, None, ".4f")
+        by_accuracy = (_percent(row.accuracy, row.accuracy_error), _percent(row.gain, row.gain_error, "+"), loss)
+        by_loss = (loss, _number(row.gain, row.gain_error, "+.4f"), _number(row.r2, None, ".4f"))
         cells = (
             str(row.clusters),
-            *([_percent(row.accuracy, row.accuracy_error)] if has_classes else []),
-            _percent(row.gain, row.gain_error, "+") if has_classes else _number(row.gain, row.gain_error, "+.4f"),
-            _number(row.loss, None, ".4f"),
+            *(by_accuracy if has_classes else by_loss),
             f"{row.intra_distance:.4g}",
             NUMBER.text(row.silhouette),
             _number(row.gap, row.gap_error, ".3f"),

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from coterie.cli.output import shown, table_of
 from coterie.runs.batch import SITUATION
-from coterie.runs.comparison import Row, standings_of, total_bytes
+from coterie.runs.comparison import Row, main_metric, standings_of, total_bytes
 from coterie.runs.metrics import METRICS, Format, Metric
 from coterie.views.words import markdown_table, size_text
 
 _POINTS = Format(100, 1)
-SHOWN = ("accuracy", "bottom5", "ari")  # keys of metrics; bytes come last
+_REGRET = "regret: points behind the best accuracy"
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,31 @@ class Grid:
         return self.cells.get((method, situation), Cell())
 
 
+def shown_metrics(rows: Sequence[Row]) -> list[Metric]:
+    """Accuracy, worst clients and agreement with the true groups; loss and R2 where there is no accuracy."""
+    main = main_metric(rows)
+    lacks = any(METRICS["accuracy"].read(row) is None for row in rows)
+    keys = [*(["accuracy", "bottom5"] if main.key == "accuracy" else []), *(["loss", "r2"] if lacks else []), "ari"]
+    return [METRICS[key] for key in keys if key == main.key or any(METRICS[key].read(row) for row in rows)]
+
+
 def grids_of(rows: Sequence[Row]) -> list[Grid]:
-    """Accuracy, regret, worst clients, agreement with the true groups, clusters that were found, and bytes sent."""
+    """The scores, regret, clusters that were found, and bytes sent."""
     several = any(row["seeds"] > 1 for row in rows)
 
     def score(metric: Metric) -> Grid:
         is_share = metric.format.factor == 100
-        form = Format(metric.format.factor, 1 if is_share else 2)
+        form = Format(100, 1) if is_share else metric.format
         title = f"{metric.label}{', %' if is_share else ''}"
-        return _grid(title, rows, lambda row: _text(metric.read(row), form, several), max)
+        choose = max if metric.better == "high" else min
+        return _grid(title, rows, lambda row: _text(metric.read(row), form, several), choose)
 
-    accuracy, *others = (score(METRICS[key]) for key in SHOWN)
+    main, *others = map(score, shown_metrics(rows))
     standings = standings_of(rows)
     finders = {standing["method"] for standing in standings if standing["finds_clusters"]}
     found = [row for row in rows if row["labels"]["method"] in finders]
     return [
-        accuracy,
+        main,
         _regret(rows, standings),
         *others,
         *([_grid("clusters found", found, lambda row: _text(row["clusters"], Format(1, 1), several))] if found else []),
@@ -64,9 +73,12 @@ def grids_of(rows: Sequence[Row]) -> list[Grid]:
 
 
 def _regret(rows: Sequence[Row], standings: Sequence[Row]) -> Grid:
-    """Points behind the best in each situation; then the worst of them, and bytes as a multiple of FedAvg's."""
-    found = _grid("regret: points behind the best accuracy", rows, lambda row: _POINTS.text(row["regret"]), min)
-    heads = {"worst regret": ("worst_regret", _POINTS)}
+    """How far behind the best in each situation; then the worst of them, and bytes as a multiple of FedAvg's."""
+    main = main_metric(rows)
+    is_loss = main.better == "low"
+    title, points = ("regret: loss above the lowest", main.format) if is_loss else (_REGRET, _POINTS)
+    found = _grid(title, rows, lambda row: points.text(row["regret"]), min)
+    heads = {"worst regret": ("worst_regret", points)}
     if any(standing["bytes_to_fedavg"] is not None for standing in standings):
         heads["bytes / fedavg"] = ("bytes_to_fedavg", Format())
     for head, (key, form) in heads.items():
@@ -147,8 +159,7 @@ def markdown_of(title: str, rows: Sequence[Row], grids: Sequence[Grid], situatio
 def _plain_markdown(rows: Sequence[Row]) -> str:
     """A comparison or sweep without situations: one line per set of labels."""
     labels = list(dict.fromkeys(key for row in rows for key in row["labels"]))
-    shown = [METRICS[key] for key in SHOWN]
-    several = any(row["seeds"] > 1 for row in rows)
+    shown, several = shown_metrics(rows), any(row["seeds"] > 1 for row in rows)
     lines = [[*labels, *(f"{m.label}{', %' if m.format.unit == '%' else ''}" for m in shown), "bytes sent", "seconds"]]
     for row in rows:
         scores = [_text(metric.read(row), metric.format, several) for metric in shown]

@@ -132,7 +132,7 @@ def _table(report: dict[str, Any], path: Path) -> Table:
     title = f"{len(clients)} new clients in {path} ({report['algorithm']}): {score}"
     rows = []
     for row in clients[:_SHOWN]:
-        cells = ["-" if row[key] is None else str(row[key]) for key in ("cluster", "group")]
+        cells = ["-" if row[key] is None else str(row[key]) for key in ("cluster", "group_name")]
         rows.append([row["name"], *cells, form.text(row[key])])
     if len(clients) > _SHOWN:
         rows.append([f"... and {len(clients) - _SHOWN} more in clients.json"])

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _SHOWN_SIZES = 8
+_SHOWN_CLUSTERS = 20
 _SHOWN_DECISIONS = 12
 _WIDTH = 140  # of tables without a terminal
 
@@ -251,6 +252,9 @@ def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if best := summary.get("best_round"):
         yield "best round", f"{best} of {summary['rounds']}, by validation; the models and scores are of that round"
     yield "clusters", f"{summary['clusters']}: {short_sizes(summary['cluster_sizes'])}"
+    if (groups := summary.get("cluster_groups")) and 1 < len(groups) <= _SHOWN_CLUSTERS:
+        lines_of = (", ".join(f"{name} {count}" for name, count in found.items()) for found in groups)
+        yield "true groups in them", "\n".join(f"{number}: {line}" for number, line in enumerate(lines_of) if line)
     if (changes := sum(summary.get("label_changes") or ())) or summary.get("start_ari") is not None:
         start = f"ARI {NUMBER.text(summary['start_ari'])}; " if summary.get("start_ari") is not None else ""
         yield "after the start", f"{start}{summary['moved_since_start']} clients moved since, {changes} label changes"

@@ -161,11 +161,10 @@ def finish(outcomes: Sequence[Outcome], root: Comparison, dataset: str, json_: b
 def as_table(rows: list[Row], title: str, width: int) -> Table:
     """The rows as the terminal shows them, with the best accuracy marked; a narrow terminal omits F1 and K.
 
-    Without classes, loss and R2 take the place of accuracy.
+    Without classes, loss and R2 take the place of accuracy, and the lowest loss is marked.
     """
     seeds = max(row["seeds"] for row in rows)
     labels = list(dict.fromkeys(key for row in rows for key in row["labels"]))
-    has_unseen = any(row["unseen"]["macro"] for row in rows)
     is_wide = width >= (140 if seeds > 1 else 110)
     scores = metrics("terminal", "wide") if is_wide else metrics("terminal")
     has_classes = any(row["accuracy"]["macro"] for row in rows)
@@ -174,6 +173,7 @@ def as_table(rows: list[Row], title: str, width: int) -> Table:
     first = first if has_classes else [METRICS["loss"], METRICS["r2"]]
     values = [value["mean"] for row in rows if (value := first[0].read(row))]
     best = (max if has_classes else min)(values, default=None)
+    unseen = ("unseen", "macro", PERCENT) if has_classes else ("unseen loss", "loss", first[0].format)
 
     def cell(value: dict[str, float] | None, form: Format) -> str:
         if value is None:
@@ -189,8 +189,8 @@ def as_table(rows: list[Row], title: str, width: int) -> Table:
         start = sum(row["start_bytes"][key]["mean"] for key in ("down", "up"))
         found: dict[str, str | Text] = {label: row["labels"].get(label, "") for label in labels}
         found |= {metric.short: score(row, metric) for metric in first}
-        if has_unseen:
-            found["unseen"] = cell(row["unseen"]["macro"], PERCENT)
+        if any(other["unseen"][unseen[1]] for other in rows):
+            found[unseen[0]] = cell(row["unseen"][unseen[1]], unseen[2])
         found |= {metric.short: score(row, metric) for metric in rest}
         if is_wide:
             found["K"] = f"{row['clusters']['mean']:.3g}" if row["clusters"]["mean"] else "-"

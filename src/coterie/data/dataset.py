@@ -35,6 +35,7 @@ class Dataset:
     user: NDArray[np.int64] | None = None  # [S] index into user_names
     user_names: tuple[str, ...] = ()
     group: NDArray[np.int64] | None = None  # [S] the true group of the sample's user, or its domain
+    group_names: tuple[str, ...] = ()  # [G] where groups have names
     mean: float = 0.0  # networks get (x - mean) / std
     std: float = 1.0
     class_names: tuple[str, ...] = ()  # [L] where labels were words

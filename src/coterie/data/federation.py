@@ -18,6 +18,7 @@ from torch import Tensor
 
 from coterie.data.columns import LABEL
 from coterie.data.given import clients_in, samples_of
+from coterie.data.groups import name_groups
 from coterie.data.transforms import Transform, View, apply_view
 from coterie.data.values import (
     Scale,
@@ -101,6 +102,7 @@ class Federation:
     repeats: bool = False  # whether several clients of one group may hold the same sample
     sample_ids: Tensor | None = None  # int64 [S] by which random transforms know a sample; None: its row
     class_names: tuple[str, ...] = ()  # [L] where labels were words
+    named_groups: tuple[str, ...] = ()  # [G] where groups have names
 
     def __len__(self) -> int:
         return len(self.names)
@@ -292,7 +294,7 @@ class Federation:
 
     def group_names(self) -> dict[int, str]:
         """Each true group and what to call it; none where groups are not known."""
-        return {} if self.groups is None else name_groups(self.names, self.groups.tolist())
+        return {} if self.groups is None else name_groups(self.names, self.groups.tolist(), self.named_groups)
 
     def manifest(self) -> dict[str, object]:
         """Summary of the federation for the run folder."""
@@ -302,6 +304,7 @@ class Federation:
             "clients": list(self.names),
             **{name: self.split(name).sizes.tolist() for name in SPLITS},
             "groups": None if self.groups is None else self.groups.tolist(),
+            "group_names": list(self.named_groups),
             "label_counts": counts,
             "views": [repr(view) for view in self.views],
             "moves": [{"round": move.round, "groups": move.groups.tolist()} for move in self.moves],
@@ -318,7 +321,7 @@ class Federation:
         num_classes: int | None = None,
         test: float = 0.2,
         valid: float = 0.1,
-        groups: Mapping[Any, int] | None = None,
+        groups: Mapping[Any, int | str] | None = None,
         label: str = LABEL,
         seed: int = 0,
         standardize: bool = False,
@@ -329,7 +332,8 @@ class Federation:
         Hugging Face Dataset, whose labels are the column `label`, or a dict of these with "train", "valid" and "test".
         Splits that are not given are held out of "train": shares `test` and `valid`, drawn by `seed` and with the
         label proportions of the client. Bytes are pixels, scaled to -1 ... 1. With `standardize`, features are scaled
-        by mean and deviation of all training samples.
+        by mean and deviation of all training samples. `groups` has the true group of each client, a number or a name;
+        it is for evaluation only.
 
         >>> data = {f"c{i}": (torch.randn(20, 4), torch.arange(20) % 2) for i in range(3)}
         >>> federation = Federation.from_clients(data)
@@ -371,6 +375,7 @@ class Federation:
             shares = {"test": test, "valid": valid}
             for split, part in _held_out(rows, targets, shares, Rng.seed(seed).at("split", client)).items():
                 splits[split].append(part)
+        member, named = (None, ()) if groups is None else _groups_of([found[:2] for found in given], groups)
         known = next((samples.class_names for _, _, samples in parts if samples.class_names), ())
         classes = targets.num_classes and max(targets.num_classes, len(known))
         made = cls(
@@ -383,7 +388,8 @@ class Federation:
             test=Split.of(splits["test"]),
             names=names,
             keys=name_keys(names),
-            groups=None if groups is None else _groups_of([(key, client) for key, client, _ in given], groups),
+            groups=member,
+            named_groups=named,
             mean=first.mean,
             std=first.std,
             class_names=targets.class_names or known,
@@ -434,29 +440,20 @@ def _spread_classes(y: Tensor) -> Tensor:
     return torch.argsort(place, stable=True)
 
 
-def _groups_of(clients: Sequence[tuple[Any, str]], groups: Mapping[Any, int]) -> Tensor:
-    """The true group of each client (its name as it was given, and as text), int64 [N]."""
+def _groups_of(clients: Sequence[tuple[Any, str]], groups: Mapping[Any, int | str]) -> tuple[Tensor, tuple[str, ...]]:
+    """The true group of each client (its name as it was given, and as text), int64 [N], and the names of groups."""
     found = []
     for key, client in clients:
         if key not in groups and client not in groups:
             raise DataError(f"groups has no entry for client '{client}'; name the group of every client.")
         found.append(groups[key] if key in groups else groups[client])
-    return torch.tensor(found)
-
-
-def name_groups(names: Sequence[str], groups: Sequence[int]) -> dict[int, str]:
-    """Each group of clients and what to call it: the stem its clients' names share, or its number.
-
-    >>> name_groups(["r000-000", "r000-001", "r090-000"], [0, 0, 3]), name_groups(["a", "b"], [0, 1])
-    ({0: 'r000', 3: 'r090'}, {0: 'group 0', 1: 'group 1'})
-    """
-    stems: dict[int, set[str]] = {group: set() for group in sorted(set(groups))}
-    for name, group in zip(names, groups, strict=True):
-        stems[group].add(name.rpartition("-")[0])
-    shared = {group: next(iter(found)) for group, found in stems.items() if len(found) == 1}
-    if len(shared) == len(stems) == len(set(shared.values())) and all(shared.values()):
-        return shared
-    return {group: f"group {group}" for group in stems}
+    if all(isinstance(group, str) for group in found):
+        words, numbers = np.unique(found, return_inverse=True)
+        return torch.from_numpy(numbers), tuple(words.tolist())
+    odd = [group for group in found if isinstance(group, bool) or not isinstance(group, int | np.integer)]
+    if odd:
+        raise DataError(f"groups must all be whole numbers or all be names. Got {odd[0]!r} instead.")
+    return torch.tensor(found), ()
 
 
 def cut(rows: Tensor, share: float) -> tuple[Tensor, Tensor]:

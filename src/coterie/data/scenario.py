@@ -101,6 +101,7 @@ class Partition:
     group_names: list[str] = field(default_factory=lambda: ["all"])
     partitioner: Partitioner | None = None
     has_groups: bool = False
+    named_groups: tuple[str, ...] = ()  # what the dataset calls its groups, if the clients have those
     by_domain: bool = False  # group g holds the samples whose `group` column is g
     drift: tuple[tuple[int, ...], float] | None = None  # rounds, and the share of clients that change
     repeats: bool = False
@@ -246,6 +247,7 @@ class Partition:
             reserved_view=self._reserved_views(),
             repeats=self.repeats,
             class_names=self.dataset.class_names,
+            named_groups=self.named_groups,
         ).validate()
         return made.standardized() if self.dataset.standardize else made
 

@@ -47,5 +47,5 @@ def map_samples(path: Path) -> Dataset:
         values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     arrays = {name: value.numpy() if name.startswith("array.") else value for name, value in values.items()}
     named = {name.removeprefix("array."): value for name, value in arrays.items()}
-    names = {name: tuple(plain[name]) for name in ("user_names", "class_names")}
+    names = {name: tuple(plain[name]) for name in ("user_names", "group_names", "class_names")}
     return Dataset(**{**plain, **names, **named})

@@ -364,6 +364,11 @@ def records(found: Any) -> list[dict[str, Any]]:
     return [item for item in found if isinstance(item, dict)] if isinstance(found, Iterable) else []
 
 
+def texts(found: Any) -> list[str]:
+    """The texts of a list; none if it is not a list of texts."""
+    return found if isinstance(found, list) and all(isinstance(item, str) for item in found) else []
+
+
 def client_names(clients: Arrays, manifest: Mapping[str, Any]) -> list[str]:
     """The clients that take part; from the manifest if the run has not written its clients yet."""
     names = shaped(clients.get("name"), (None,), "U")

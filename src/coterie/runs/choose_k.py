@@ -14,7 +14,7 @@ least half a point higher, and the gain is larger than its error bar: the standa
 clients, times a quantile of the t distribution, one-sided at 5 % over all larger K' together (Bonferroni). The unit is
 the client, because its samples share one center. A client with n held-out samples has the weight n / (n + 20): plain
 sample weights would leave the decision to the few largest clients if sizes are skewed. Without classes, the loss takes
-the place of accuracy, and half a percent of it that of half a point.
+the place of accuracy, and half a percent of it that of half a point; R2 is shown beside it.
 
 Loss, silhouette (Rousseeuw 1987), gap statistic (Tibshirani, Walther, Hastie 2001) and intra-cluster distance are
 shown, and do not decide. Silhouette and gap are of k-means on the clients' first models. Under label skew they see
@@ -78,6 +78,7 @@ class Row:
     gap_error: float | None  # its standard error s
     gain: float | None = None  # in accuracy over the recommended K; without classes, the loss that is saved
     gain_error: float | None = None  # its standard error
+    r2: float | None = None  # of targets that are numbers: 1 exact, 0 as good as a client's mean target
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,26 @@ class Scores:
     samples: Tensor  # float64 [N]
     loss: Tensor  # float64 [N]
     accuracy: Tensor | None = None  # float64 [N]; None without classes
+    r2: Tensor | None = None  # float64 [N]; None with classes, or with a loss that is not of numbers
 
     @classmethod
     def summed(cls, folds: Sequence[Scores]) -> Scores:
-        """The scores on the held-out samples of all folds."""
+        """The scores on the held-out samples of all folds; of R2, the mean over the folds."""
         samples = torch.stack([fold.samples for fold in folds])  # [F, N]
         shares = samples / samples.sum(0).clamp_min(1)
-        loss = (shares * torch.stack([fold.loss for fold in folds])).sum(0)
-        right = [fold.accuracy for fold in folds if fold.accuracy is not None]
-        return cls(samples.sum(0), loss, (shares * torch.stack(right)).sum(0) if right else None)
+
+        def mean(values: Sequence[Tensor | None]) -> Tensor | None:
+            known = [value for value in values if value is not None]
+            return (shares * torch.stack(known)).sum(0) if len(known) == len(values) else None
+
+        loss = mean([fold.loss for fold in folds])
+        assert loss is not None
+        return cls(samples.sum(0), loss, mean([fold.accuracy for fold in folds]), mean([fold.r2 for fold in folds]))
+
+    @property
+    def mean_r2(self) -> float | None:
+        """Over clients; None where undefined."""
+        return None if self.r2 is None else weighted_mean(self.r2, self.weights)[0]
 
     @property
     def means(self) -> tuple[float | None, float | None, float | None]:
@@ -256,7 +268,7 @@ def choose_k(
         gap, error = gap_statistic(found.inertia, references, k, rng.at("K", k, "gap"), keys)
         tried = [fold.tried(k, rounds) for fold in folds]
         scores = Scores.summed([scores for scores, _ in tried])
-        row = Row(k, *scores.means, tried[0][1], silhouette(points, found.labels), gap, error)
+        row = Row(k, *scores.means, tried[0][1], silhouette(points, found.labels), gap, error, r2=scores.mean_r2)
         trials.append(Trial(row, scores))
         if observer is not None:
             observer(row)
@@ -376,9 +388,10 @@ class _Fold:
         engine.begin(engine.round, "evaluate")
         refs, rng = labels[self.clients], self._rng.at("validate")
         found = {name: torch.zeros(engine.num_clients, dtype=torch.float64) for name in ("samples", "loss")}
-        if engine.task.num_classes:
-            found["accuracy"] = torch.zeros_like(found["loss"])
         for chunk in engine.call(validate, self.clients, models=centers, refs=refs, rng=rng):
+            for name in ("accuracy", "r2"):  # those that there are for these targets
+                if name in chunk.answer:
+                    found.setdefault(name, torch.zeros_like(found["loss"]))
             for name, values in found.items():
                 values[chunk.clients] = chunk.answer[name].double().cpu()
         return Scores(**found)
@@ -472,14 +485,16 @@ def _smallest(trials: Sequence[Trial], gain: Callable[[Trial, Trial, int], Gain]
 
 def _score(trial: Trial) -> str:
     row = trial.row
-    return f"loss is {row.loss:.4g}" if row.accuracy is None else f"accuracy is {100 * row.accuracy:.1f} %"
+    if row.accuracy is not None:
+        return f"accuracy is {100 * row.accuracy:.1f} %"
+    return f"loss is {row.loss:.4g}" + ("" if row.r2 is None else f" (R2 {row.r2:.4g})")
 
 
 def _gain(trial: Trial, other: Trial) -> str:
-    """The gain over another K with its standard error, in words."""
+    """The gain over another K with its standard error, in words; of a loss the change, which is below 0 if it falls."""
     gain = trial.gain_over(other)
     if trial.row.accuracy is None:
-        return f"{-gain.value:+.2g} ±{gain.error:.1g}"
+        return f"{-gain.value:+.2g} ±{gain.error:.1g} of loss"
     return f"{100 * gain.value:+.1f} ±{100 * gain.error:.1f} points"
 
 

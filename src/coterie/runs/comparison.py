@@ -24,7 +24,7 @@ from coterie.methods.base import find_algorithm
 from coterie.runs.batch import SITUATION, Case, Outcome, check_folders
 from coterie.runs.files import SCHEMA, Files
 from coterie.runs.folder import RunFolder, check_name
-from coterie.runs.metrics import metrics, nested
+from coterie.runs.metrics import METRICS, Metric, metrics, nested
 from coterie.runs.situations import Situation
 
 Row = dict[str, Any]
@@ -168,7 +168,8 @@ def record_of(outcome: Outcome) -> Row:
 def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
     """One row per set of labels, over the seeds that finished; in situations, with the regret.
 
-    The regret of a method is how far its mean accuracy is below the best one in that situation.
+    The regret of a method is how far its mean accuracy is below the best one in that situation; without classes, how
+    far its loss is above.
     """
     found: dict[tuple[tuple[str, str], ...], list[dict[str, Any]]] = {}
     for outcome in outcomes:
@@ -178,15 +179,21 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
         {"algorithm": runs[0]["algorithm"], "labels": dict(labels), **_over_seeds(runs)}
         for labels, runs in found.items()
     ]
-    best: dict[str, float] = {}
+    main = main_metric(rows)
+    choose, best = max if main.better == "high" else min, dict[str, float]()
     for row in rows:
-        if SITUATION in row["labels"] and (score := _mean_accuracy(row)) is not None:
-            best[row["labels"][SITUATION]] = max(score, best.get(row["labels"][SITUATION], score))
+        if SITUATION in row["labels"] and (score := main.read(row)) is not None:
+            best[row["labels"][SITUATION]] = choose(score["mean"], best.get(row["labels"][SITUATION], score["mean"]))
     for row in rows:
         if SITUATION in row["labels"]:
-            score = _mean_accuracy(row)
-            row["regret"] = None if score is None else best[row["labels"][SITUATION]] - score
+            score = main.read(row)
+            row["regret"] = None if score is None else abs(best[row["labels"][SITUATION]] - score["mean"])
     return rows
+
+
+def main_metric(rows: Sequence[Row]) -> Metric:
+    """What methods are judged by: accuracy, or loss if no row has an accuracy."""
+    return METRICS["accuracy" if any(METRICS["accuracy"].read(row) for row in rows) else "loss"]
 
 
 def standings_of(rows: Sequence[Row]) -> list[Row]:
@@ -223,11 +230,6 @@ def total_bytes(row: Row) -> dict[str, float] | None:
     return None if None in parts else {"mean": sum(part["mean"] for part in parts)}
 
 
-def _mean_accuracy(row: Row) -> float | None:
-    found: float | None = _at(row, ("accuracy", "macro", "mean"))
-    return found
-
-
 def _over_seeds(summaries: list[dict[str, Any]]) -> Row:
     def over(*path: str) -> dict[str, float] | None:
         return _spread([_at(summary, path) for summary in summaries])
@@ -237,7 +239,11 @@ def _over_seeds(summaries: list[dict[str, Any]]) -> Row:
         **nested((metric, over(*metric.place)) for metric in metrics("table")),
         "start_ari": over("start_ari"),
         "clusters": over("clusters"),
-        "unseen": {"macro": over("unseen", "accuracy", "macro"), "ari": over("unseen", "ari")},
+        "unseen": {
+            "macro": over("unseen", "accuracy", "macro"),
+            "loss": over("unseen", "loss", "macro"),
+            "ari": over("unseen", "ari"),
+        },
         "gradients": _spread([_gradients(summary) for summary in summaries]),
         "bytes": {"down": over("bytes", "down"), "up": over("bytes", "up")},
         "start_bytes": {"down": over("bytes", "start", "down"), "up": over("bytes", "start", "up")},

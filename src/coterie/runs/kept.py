@@ -123,6 +123,7 @@ class Network:
             mean=mean,
             std=std,
             class_names=tuple(map(str, facts["class_names"])),
+            named_groups=tuple(map(str, manifest.get("group_names") or ())),
             moves=tuple(Move(int(move["round"]), still, groups(move["groups"])) for move in moves),
             train=sized("train"),
             valid=sized("valid"),

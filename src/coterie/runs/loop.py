@@ -450,6 +450,7 @@ class Trainer:
             **summarized(rows, self._known_clusters(labels), best),
             **self._movement(),
             "cluster_sizes": cluster_sizes(labels, self.state.num_clusters),
+            "cluster_groups": self._cluster_groups(labels),
             "diverged": divergence(rows, self.engine.failures, self._guessing, self.federation),
             "repairs": list(self.state.repairs),
             "decisions": list(self.state.decisions),
@@ -463,6 +464,18 @@ class Trainer:
             "seed": self.schedule.seed,
             "stopped_early": self.progress.round < self.schedule.rounds,
         }
+
+    def _cluster_groups(self, labels: NDArray[np.int64]) -> list[dict[str, int]] | None:
+        """Of each cluster, how many clients of each true group are in it; None if groups are unknown."""
+        groups = self.groups()
+        if groups is None:
+            return None
+        names = self.federation.at(self.engine.round).group_names()
+        found: list[dict[str, int]] = [{} for _ in cluster_sizes(labels, self.state.num_clusters)]
+        for group, name in names.items():  # in one order for all clusters
+            for cluster, count in Counter(labels[(groups == group) & (labels >= 0)].tolist()).items():
+                found[cluster][name] = count
+        return found
 
     def _movement(self) -> dict[str, Any]:
         """What the start found and what the rounds changed: ARI after the start, and clients that moved since."""

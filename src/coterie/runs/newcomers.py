@@ -61,6 +61,10 @@ def like_the_run(new: Federation, run: Federation) -> Federation:
             raise DataError(f"{new.name} has the class '{unknown[0]}', which the run was not trained on.")
         numbers = torch.tensor([run.class_names.index(name) for name in new.class_names])
         new = replace(new, y=numbers[new.y], class_names=run.class_names)
+    if new.groups is not None and new.named_groups and run.named_groups:
+        names = tuple(dict.fromkeys(run.named_groups + new.named_groups))  # new groups come after the run's
+        numbers = torch.tensor([names.index(name) for name in new.named_groups])
+        new = replace(new, groups=numbers[new.groups], named_groups=names)
     # A few clients need not have every class. Raw values of the same type are scaled as those of the run.
     scaled = run if new.x.dtype == run.x.dtype else new
     return replace(new, num_classes=run.num_classes, mean=scaled.mean, std=scaled.std)
@@ -121,8 +125,8 @@ class Newcomers:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Name, cluster, true group and accuracy (without classes R2) of each; None if unknown."""
-        groups = self.federation.groups
+        """Name, cluster, true group and its name, accuracy (without classes R2) of each; None if unknown."""
+        groups, named = self.federation.groups, self.federation.group_names()
         score = "r2" if "r2" in self.scores else "accuracy"
         has_scores = (self.scores["samples"] > 0) & np.array(score in self.scores)
         return [
@@ -130,6 +134,7 @@ class Newcomers:
                 "name": name,
                 "cluster": None if int(self.labels[i]) < 0 else int(self.labels[i]),
                 "group": None if groups is None else int(groups[i]),
+                "group_name": None if groups is None else named[int(groups[i])],
                 score: float(self.scores[score][i]) if has_scores[i] else None,
             }
             for i, name in enumerate(self.federation.names)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.data.groups import name_groups
 from coterie.errors import RunError
 from coterie.runs import checks
 from coterie.runs.checks import Floats, Ints
@@ -57,6 +58,7 @@ class RunData:
     names: list[str] = field(default_factory=list)  # [N]
     labels: Ints | None = None  # [T + 1, N] after the start and each round
     groups: Ints | None = None  # [N] true groups
+    named_groups: list[str] = field(default_factory=list)  # [G] where they have names
     samples: Ints | None = None  # [N] training samples
     scores: dict[str, Floats] = field(default_factory=dict)  # accuracy, f1, loss of the last evaluation [N]
     counts: Ints | None = None  # [N, L] training samples of each class
@@ -125,9 +127,9 @@ class RunData:
 
     def group_names(self) -> list[str]:
         """Names of the true groups, in order of their numbers."""
-        from coterie.data.federation import name_groups  # imports torch
-
-        return [] if self.groups is None else list(name_groups(self.names, self.groups.tolist()).values())
+        if self.groups is None:
+            return []
+        return list(name_groups(self.names, self.groups.tolist(), self.named_groups).values())
 
     def group_positions(self) -> Ints | None:
         """The true group of each client as a position in `group_names`, [N]."""
@@ -237,6 +239,7 @@ def _assembled(head: RunData, rows: list[Any], parts: Mapping[str, Any], where: 
         names=names,
         labels=labels,
         groups=checks.integers(clients.get("group"), (count,)),
+        named_groups=checks.texts(manifest.get("group_names")),
         samples=checks.integers(clients.get("train_samples"), (count,)),
         scores=checks.last_scores(clients, count),
         counts=checks.class_counts(manifest, names),

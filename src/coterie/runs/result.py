@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.data.federation import Federation
+from coterie.data.groups import name_groups
 from coterie.engines import make_engine
 from coterie.engines.absent import AbsentEngine
 from coterie.engines.base import Engine
@@ -245,6 +246,10 @@ class Result:
         if of == "clients":
             arrays = self._trainer.client_arrays()
             last = {k: v[-1] if v.ndim == 2 else v for k, v in arrays.items() if k != "round"}
+            if "group" in last:
+                groups = last["group"].tolist()
+                called = name_groups(last["name"].tolist(), groups, self.federation.named_groups)
+                last["group_name"] = pandas.Series([called[group] for group in groups])
             return pandas.DataFrame(last | {"cluster": self.labels.numpy()})
         raise ConfigError(f"frame(of=...) takes 'rounds' or 'clients'. Got {of!r} instead.")
 

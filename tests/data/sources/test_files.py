@@ -43,7 +43,7 @@ def test_columns_by_name(tmp_path):
     assert data.x.tolist() == [[1.0, 0.5], [2.0, 1.5], [3.0, 2.5], [4.0, 3.5]]
     assert (data.y.tolist(), data.class_names) == ([0, 1, 0, 1], ("ill", "well"))
     assert (data.user.tolist(), data.user_names) == ([0, 0, 1, 1], ("007", "8"))  # names stay as they are written
-    assert data.group.tolist() == [0, 0, 1, 1]
+    assert (data.group.tolist(), data.group_names) == ([0, 0, 1, 1], ("north", "south"))
     assert data.is_train.tolist() == [True, True, False, True]
     assert data.is_valid.tolist() == [False, True, False, False]
 
@@ -68,6 +68,16 @@ def test_a_validation_split_is_kept(tmp_path):
     federation = Scenario.named("by_user", {}).partition(load(write(tmp_path / "own.csv", text)), None, Rng.seed(0))
     assert [sorted(federation.samples(0, s)[0][:, 0].tolist()) for s in ("train", "valid", "test")] == [[1], [2], [6]]
     assert [sorted(federation.samples(1, s)[0][:, 0].tolist()) for s in ("train", "valid", "test")] == [[4], [5], [3]]
+
+
+def test_names_of_groups_reach_the_federation(tmp_path):
+    data = load(write(tmp_path / "own.csv", CSV.replace("south", "7")))
+    federation = Scenario.named("by_user", {}).partition(data, None, Rng.seed(0))
+    assert federation.group_names() == {0: "group 7", 1: "north"}
+    assert federation.select([1]).group_names() == {0: "group 7"}
+    domains = load(write(tmp_path / "own.csv", CSV.replace(",valid", ",test") + "9,4,ill,8,south,test\n"))
+    by_source = Scenario.named("multi_source", {}).partition(domains, 2, Rng.seed(0))
+    assert by_source.group_names() == {0: "north", 1: "south"}
 
 
 def test_features_are_standardized_by_the_training_samples(tmp_path):
@@ -177,11 +187,12 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("stem", "given"), [("", "."), ("", "x.npy"), ("digits-", "digits-x.npy")])
 def test_arrays_in_files_of_their_own(tmp_path, stem, given):
     arrays = {"x": np.ones((3, 2)), "y": np.array(["a", "b", "a"]), "user": np.array([1, 2, 1]), "group": np.zeros(3)}
-    for name, values in arrays.items():
+    for name, values in (arrays | {"split": np.array(["train", "valid", "test"])}).items():
         np.save(tmp_path / f"{stem}{name}.npy", values)
     assert find_preset(str(tmp_path / given)).scenario == "by_user"
     data = load(tmp_path / given)
     assert (data.class_names, data.user_names, data.group.tolist()) == (("a", "b"), ("1", "2"), [0, 0, 0])
+    assert (data.is_train.tolist(), data.is_valid.tolist()) == ([True, True, False], [False, True, False])
     assert data.name == {".": tmp_path.name, "x.npy": "own", "digits-x.npy": "digits"}[given]
 
 

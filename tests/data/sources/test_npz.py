@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from coterie.data.dataset import find_preset
+from coterie.data.scenario import Scenario
 from coterie.data.sources.npz import NpzFile, read_npz
 from coterie.errors import DataError
 from coterie.randomness import Rng
@@ -191,11 +192,29 @@ def test_a_folder(tmp_path):
         read_npz(tmp_path)
 
 
+def test_words_say_which_samples_are_for_validation(save):
+    words = np.array(["train", "valid", "test", "train", "valid", "test"])
+    x = np.arange(6.0)[:, None]
+    data = load(save(x=x, y=np.arange(6) % 2, user=np.repeat("a", 6), group=np.repeat("north", 6), split=words))
+    assert (data.is_train.tolist(), data.is_valid.tolist()) == ((words != "test").tolist(), (words == "valid").tolist())
+    assert data.group_names == ("north",)
+    federation = Scenario.named("by_user", {}).partition(data, None, Rng.seed(0))
+    found = {split: sorted(federation.samples(0, split)[0][:, 0].tolist()) for split in ("train", "valid", "test")}
+    assert found == {"train": [0, 3], "valid": [1, 4], "test": [2, 5]}
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         ({"is_train": np.array(True)}, "is_train must have one entry per sample"),
         ({"is_train": np.ones((4, 1), bool)}, "is_train must have one entry per sample"),
+        (
+            {"split": np.array(["train", "dev", "test", "test"])},
+            "has 'dev' in its column of splits; write train, valid",
+        ),
+        ({"split": np.array(["train"])}, "Got <U5 of shape .1,. for 4 samples instead"),
+        ({"split": np.zeros(4)}, "split must be one word per sample: train, valid or test"),
+        ({"split": np.full(4, "test"), "is_train": np.ones(4, bool)}, "has both is_train and split; keep one of them"),
         ({"user": np.array(3)}, "user and group must have one entry per sample"),
         ({"group": np.ones((4, 2))}, "user and group must have one entry per sample"),
         ({"user": np.array(["a", "b\ud800", "c", "d"])}, "has characters that are no text"),

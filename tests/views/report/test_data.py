@@ -363,3 +363,20 @@ def test_runs_are_found_inside_folders_of_runs(tmp_path: Path):
 def test_names_of_groups_are_numbers_where_names_do_not_tell(tmp_path: Path):
     run = read_run(make_run(tmp_path, clients=4, clusters=2, names=["anna", "bert", "carl", "dora"]))
     assert run.group_names() == ["group 0", "group 1"]
+
+
+@pytest.mark.parametrize(
+    ("named", "shown"),
+    [
+        (["north", "south"], ["north", "south"]),
+        (["north"], ["group 0", "group 1"]),  # too few
+        (["north", 3], ["group 0", "group 1"]),
+        ("ns", ["group 0", "group 1"]),
+        (None, ["group 0", "group 1"]),  # of an earlier version
+    ],
+)
+def test_names_of_groups_are_those_of_the_data(tmp_path: Path, named: object, shown: list[str]):
+    path = make_run(tmp_path, clients=4, clusters=2, names=["anna", "bert", "carl", "dora"])
+    manifest = json.loads((path / "artifacts" / "manifest.json").read_text())
+    (path / "artifacts" / "manifest.json").write_text(json.dumps(manifest | {"group_names": named}))
+    assert read_run(path).group_names() == shown

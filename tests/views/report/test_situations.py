@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from coterie.runs.reading import RunData, read_run
@@ -82,6 +83,24 @@ def test_a_method_without_a_run_in_a_situation_is_an_empty_cell(tmp_path: Path):
     assert heat["methods"] == ["fesem", "fedavg", "local"]
     assert heat["cells"][1][0] is None
     assert heat["maps"][0]["shades"][1][0] is None
+
+
+def test_without_classes_loss_and_r2_take_the_place_of_accuracy(tmp_path: Path):
+    runs = []
+    for run in runs_of(tmp_path):
+        nothing = {key: np.full_like(values, np.nan) for key, values in run.curves.items() if "accuracy" in key}
+        nothing["bottom5"] = nothing["accuracy"]
+        runs.append(replace(run, summary=None, curves=run.curves | nothing | {"r2": 1 - run.curves["loss"]}))
+    heat = compare_payload(runs, SITUATIONS)["heat"]
+    assert [m["key"] for m in heat["maps"]] == ["loss", "regret", "r2", "ari"]
+    for line in heat["cells"]:
+        lowest = min(cell["loss"][0] for cell in line)
+        assert [cell["regret"][0] for cell in line] == pytest.approx([cell["loss"][0] - lowest for cell in line])
+    tests = compared_to_best(runs, rows_of(runs, ["easy", "hard"]))
+    means = [row.mean("loss") for row in rows_of(runs, ["easy", "hard"])]
+    assert [test.best for test in tests] == [
+        mean == min(means[place : place + 3]) for place in (0, 3) for mean in means[place : place + 3]
+    ]
 
 
 def test_no_colours_without_values():

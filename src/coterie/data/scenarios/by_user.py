@@ -33,6 +33,7 @@ class ByUser(Part):
         if data.group is not None:
             count = int(data.group.max()) + 1
             partition.set_groups([f"group-{g}" for g in range(count)], [() for _ in range(count)])
+            partition.named_groups = data.group_names
         partition.set_partitioner(self.shares)
 
     def shares(self, partition: Partition) -> list[ClientShare]:

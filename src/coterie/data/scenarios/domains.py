@@ -35,6 +35,7 @@ class MultiSource(Part):
         count = int(partition.dataset.group.max()) + 1
         partition.by_domain = True
         partition.set_groups([f"source{g}" for g in range(count)], [() for _ in range(count)])
+        partition.named_groups = partition.dataset.group_names
 
 
 @register_part

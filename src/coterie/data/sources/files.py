@@ -11,12 +11,16 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.data.columns import as_splits
 from coterie.data.dataset import Dataset, Preset, Source
+from coterie.data.groups import words_of_groups
 from coterie.data.readers._files import indexed
 from coterie.data.values import inputs_of, targets_of
 from coterie.errors import DataError
 from coterie.randomness import Rng
 from coterie.settings import build, setting
+
+Flags = NDArray[np.bool_]  # [S]
 
 _KINDS: list[type[FileSource]] = []
 
@@ -88,19 +92,23 @@ def preset_of_file(path: Path, settings: Mapping[str, Any] | None = None) -> Pre
 
 
 def dataset_of(arrays: Mapping[str, NDArray[Any]], path: Path, group: NDArray[Any] | None = None) -> Dataset:
-    """The dataset of the arrays x and y, and maybe user and is_train."""
+    """The dataset of the arrays x and y, and maybe user and is_train or split."""
     x, mean, std = inputs_of(arrays["x"], str(path))
     y, num_classes, class_names = targets_of(arrays["y"], str(path))
     user, names = _names(arrays.get("user"), path)
+    number, groups = _names(group, path)
+    is_train, is_valid = _splits(arrays, len(y), path)
     return Dataset(
         path.stem,
         x,
         y,
         num_classes,
-        is_train=_flags(arrays.get("is_train"), path),
+        is_train=is_train,
+        is_valid=is_valid,
         user=user,
         user_names=names,
-        group=_names(group, path)[0],
+        group=number,
+        group_names=words_of_groups(groups),
         mean=mean,
         std=std,
         class_names=class_names,
@@ -120,7 +128,22 @@ def _names(column: NDArray[Any] | None, path: Path) -> tuple[NDArray[np.int64] |
     return index, names
 
 
-def _flags(column: NDArray[Any] | None, path: Path) -> NDArray[np.bool_] | None:
+def _splits(arrays: Mapping[str, NDArray[Any]], count: int, path: Path) -> tuple[Flags | None, Flags | None]:
+    """Which samples are not for testing, and which of those are for validation: by the array split or is_train."""
+    column = arrays.get("split")
+    if column is None:
+        return _flags(arrays.get("is_train"), path), None
+    if "is_train" in arrays:
+        raise DataError(f"{path} has both is_train and split; keep one of them.")
+    if column.shape != (count,) or column.dtype.kind != "U":
+        raise DataError(
+            f"{path}: split must be one word per sample: train, valid or test. "
+            f"Got {column.dtype} of shape {column.shape} for {count} samples instead."
+        )
+    return as_splits(column, str(path))
+
+
+def _flags(column: NDArray[Any] | None, path: Path) -> Flags | None:
     if column is None:
         return None
     if column.ndim != 1:

@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from coterie.data.dataset import Dataset, register_source
+from coterie.data.groups import words_of_groups
 from coterie.data.readers.idx import read_pair, read_qmnist_labels
 from coterie.data.sources.stored import StoredSource, existing, numbered
 from coterie.errors import DataError
@@ -98,8 +99,8 @@ class Mnist(IdxSource):
             if not np.array_equal(table[:, 0], data.y.numpy()[rows]):
                 raise DataError(f"The labels in {path} are not those of MNIST; remove or replace it.")
             columns[rows] = table[:, [_SERIES, _WRITER]]
-        user, names = numbered(columns[:, 1])
-        return dataclasses.replace(data, user=user, user_names=names, group=numbered(columns[:, 0])[0])
+        (group, groups), (user, names) = (numbered(columns[:, place]) for place in (0, 1))
+        return dataclasses.replace(data, user=user, user_names=names, group=group, group_names=words_of_groups(groups))
 
 
 def _writer_file(folder: Path, name: str) -> Path | None:

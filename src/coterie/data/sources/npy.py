@@ -1,4 +1,4 @@
-"""The user's own `.npy` files: x.npy and y.npy, and maybe user.npy, group.npy and is_train.npy beside them.
+"""The user's own `.npy` files: x.npy and y.npy, and maybe user, group and is_train or split beside them.
 
 They lie in a folder, or have a common beginning: digits-x.npy, digits-y.npy.
 """
@@ -16,7 +16,7 @@ from coterie.data.dataset import Dataset, register_source
 from coterie.data.sources.files import FileSource, dataset_of, register_file
 from coterie.errors import DataError
 
-_NAMES = ("x", "y", "user", "group", "is_train")
+_NAMES = ("x", "y", "user", "group", "is_train", "split")
 
 
 @register_file
@@ -26,7 +26,9 @@ class NpyFiles(FileSource):
     """Arrays in files of their own."""
 
     key: ClassVar[str] = "npy"
-    summary: ClassVar[str] = "your own .npy files: x.npy, y.npy and optionally user.npy, group.npy, is_train.npy"
+    summary: ClassVar[str] = (
+        "your own .npy files: x.npy, y.npy and optionally user.npy, group.npy, is_train.npy or split.npy"
+    )
     form: ClassVar[str] = ".npy files (x.npy and y.npy)"
 
     @classmethod

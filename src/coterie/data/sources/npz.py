@@ -1,4 +1,4 @@
-"""The user's own file: `.npz` with `x` and `y`, and optionally `user`, `group`, `is_train`.
+"""The user's own file: `.npz` with `x` and `y`, and optionally `user`, `group` and `is_train` or `split`.
 
 `x` is uint8 images [S, H, W], [S, H, W, 3] or [S, C, H, W], or numbers of any shape [S, ...]; `y` is
 integer classes or float targets. One client per user; without users the samples are distributed evenly.
@@ -19,7 +19,7 @@ from coterie.data.readers._arrays import UNREADABLE, check_archive
 from coterie.data.sources.files import FileSource, dataset_of, register_file
 from coterie.errors import DataError
 
-_COLUMNS = ("x", "y", "user", "is_train")
+_COLUMNS = ("x", "y", "user", "is_train", "split")
 
 
 @register_file
@@ -29,7 +29,7 @@ class NpzFile(FileSource):
     """One `.npz` file; nothing in it is unpickled."""
 
     key: ClassVar[str] = "npz"
-    summary: ClassVar[str] = "your own .npz file: arrays x, y and optionally user, group, is_train"
+    summary: ClassVar[str] = "your own .npz file: arrays x, y and optionally user, group, is_train or split"
     form: ClassVar[str] = ".npz files (arrays x and y)"
 
     @classmethod

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from coterie.data.dataset import Dataset, register_source
+from coterie.data.groups import words_of_groups
 from coterie.data.readers.folder import image_list, read_folder
 from coterie.data.sources.files import FileSource, register_file
 from coterie.data.values import inputs_of
@@ -58,6 +59,7 @@ class Pictures(FileSource):
             user=found.user,
             user_names=found.user_names,
             group=found.group,
+            group_names=words_of_groups(found.group_names),
             mean=mean,
             std=std,
             class_names=()

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from coterie.data.columns import LABEL, as_labels, as_numbers, as_splits, features_of, label_column
 from coterie.data.dataset import Dataset, register_source
+from coterie.data.groups import words_of_groups
 from coterie.data.readers._files import indexed
 from coterie.data.readers.table import SUFFIXES, column_names, read_table
 from coterie.data.sources.files import FileSource, register_file
@@ -56,6 +57,7 @@ class Table(FileSource):
         targets = targets_of(as_labels(label, self.labels, where), where)
         found = {role: None if name is None else columns[name] for role, name in named.items()}
         user, names = (None, ()) if found["user"] is None else indexed(found["user"])
+        group, groups = (None, ()) if found["group"] is None else indexed(found["group"])
         is_train, is_valid = (None, None) if found["split"] is None else as_splits(found["split"], where)
         return Dataset(
             path.stem,
@@ -66,7 +68,8 @@ class Table(FileSource):
             is_valid=is_valid,
             user=user,
             user_names=names,
-            group=None if found["group"] is None else indexed(found["group"])[0],
+            group=group,
+            group_names=words_of_groups(groups),
             mean=inputs.mean,
             std=inputs.std,
             class_names=targets.class_names,

@@ -1,8 +1,8 @@
 """Several runs as the table of a paper: mean and standard deviation over seeds, and a paired test.
 
 Runs that differ only in their seed share a row. Within a dataset and situation, each row is tested against the one with
-the best mean accuracy: a two-sided paired t-test over the seeds that both have, with Holm's correction for the number
-of rows.
+the best mean accuracy, or the lowest loss without classes: a two-sided paired t-test over the seeds that both have,
+with Holm's correction for the number of rows.
 Wilcoxon's test is no alternative: with n seeds its smallest p is 2 / 2^n, which is 0.25 for three. With few seeds the
 t-test, too, detects only large and consistent differences; n is shown beside p.
 """
@@ -144,8 +144,9 @@ def best_of(rows: Sequence[Row], column: Column) -> set[int]:
     return found
 
 
-def compared_to_best(runs: Sequence[RunData], rows: Sequence[Row], key: str = "accuracy") -> list[Verdict]:
-    """Each row against the best one of its dataset."""
+def compared_to_best(runs: Sequence[RunData], rows: Sequence[Row]) -> list[Verdict]:
+    """Each row against the best one of its dataset: by accuracy, or by loss if no row has an accuracy."""
+    key, choose = ("accuracy", max) if any(row.known("accuracy") for row in rows) else ("loss", min)
 
     def by_seed(row: Row) -> dict[int, float]:
         pairs = zip(row.runs, row.values[key], strict=True)
@@ -153,7 +154,7 @@ def compared_to_best(runs: Sequence[RunData], rows: Sequence[Row], key: str = "a
 
     results = [Verdict(False, None, len(row.runs)) for row in rows]
     for means in _by_dataset(rows, key):
-        best = max(means, key=means.__getitem__)
+        best = choose(means, key=means.__getitem__)
         reference = by_seed(rows[best])
         raw: dict[int, float] = {}
         for i in means:

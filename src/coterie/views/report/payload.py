@@ -365,9 +365,9 @@ def _failures(run: RunData) -> Payload | None:
 def _unseen(found: Any) -> Payload | None:
     if not isinstance(found, Mapping):
         return None
-    accuracy = found.get("accuracy")
-    macro = accuracy.get("macro") if isinstance(accuracy, Mapping) else None
-    return {"clients": found.get("clients"), "accuracy": macro, "ari": found.get("ari")}
+    tables = {score: found.get(score) for score in ("accuracy", "loss")}
+    scores = {score: table.get("macro") if isinstance(table, Mapping) else None for score, table in tables.items()}
+    return {"clients": found.get("clients"), **scores, "ari": found.get("ari")}
 
 
 # ---- numbers and pictures ----

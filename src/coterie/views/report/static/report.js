@@ -387,7 +387,7 @@ const Report = (() => {
     if (run.notes.length || run.choice || run.unseen) panel(home, "notes", "Notes", "Notes of the run.", (host) => {
       const more = [];
       if (run.choice) more.push(`Number of clusters chosen: ${run.choice.recommended} (${run.choice.reason})`);
-      if (run.unseen) more.push(`${run.unseen.clients} clients were held out and evaluated at the end: accuracy ${percent(run.unseen.accuracy)}, ARI with members ${known(run.unseen.ari) ? run.unseen.ari.toFixed(2) : "–"}`);
+      if (run.unseen) more.push(`${run.unseen.clients} clients were held out and evaluated at the end: ${known(run.unseen.accuracy) ? `accuracy ${percent(run.unseen.accuracy)}` : `loss ${known(run.unseen.loss) ? run.unseen.loss.toFixed(4) : "–"}`}, ARI with members ${known(run.unseen.ari) ? run.unseen.ari.toFixed(2) : "–"}`);
       host.replaceChildren(el("ul", {}, [...more, ...run.notes].map((note) => el("li", {}, note))));
     });
   }
@@ -429,18 +429,18 @@ const Report = (() => {
     const chosen = () => maps.find((m) => m.key === choices.heat) || maps[0];
     const text = (m, pair, digits) => (known(pair[0]) ? (m.unit === "%" ? 100 * pair[0] : pair[0]).toFixed(digits) : "–") + (known(pair[1]) ? ` ±${(m.unit === "%" ? 100 * pair[1] : pair[1]).toFixed(digits)}` : "");
     const title = (m) => `${m.title}${m.unit ? `, ${m.unit}` : ""}`;
-    panel(home, "heat", "Situations and methods", `Mean over the seeds. Colour of scores: how far a method is behind the best one in that situation; full colour and bold is the best, no colour is ${Math.round(100 * behind)} points or more behind. Regret: these points, and the worst of all situations. Colour of ARI: its value.`, (host, item) => {
+    panel(home, "heat", "Situations and methods", `Mean over the seeds. Colour of scores: how far a method is behind the best one in that situation; full colour and bold is the best, no colour is 15 points (of a loss: 15 %) or more behind. Regret: this distance, and the worst of all situations. Colour of ARI: its value.`, (host, item) => {
       const map = chosen(), isRegret = map.key === "regret"; // which has one more row: the worst of all situations
-      const least = Math.min(...worst.filter(known)), last = worst.map((v) => (known(v) ? Math.max(0, 1 - v / behind) : null));
+      const least = Math.min(...worst.filter(known)), last = worst.map((v) => (known(v) ? (behind ? Math.max(0, 1 - v / behind) : 0) : null));
       const pairOf = (r, c) => (r < names.length ? cells[r][c][map.key] : [worst[c]]);
       const isBest = (r, c) => (r < names.length ? map.relative && map.shades[r][c] === 1 : worst[c] === least);
       choose(item.controls, maps.map((m) => [m.key, m.title]), map.key, (key) => { choices.heat = key; repaint(item); });
       grid(host, { title: `${title(map)} of ${methods.length} methods in ${names.length} situations`, values: isRegret ? [...map.shades, last] : map.shades, top: 1, rows: isRegret ? [...names, "worst regret"] : names, columns: methods, left: 126, most: 120, cellHeight: 26, zeros: true, bold: isBest,
-        numbers: (v, r, c, width) => { const pair = pairOf(r, c), digits = map.unit === "%" ? 1 : 2; return text(map, width < 76 ? [pair[0]] : pair, digits); },
-        describe: (r, c) => { if (r === names.length) return [`${methods[c]}, worst regret: ${text(map, [worst[c]], 2)}`]; const cell = cells[r][c]; return [`${names[r]}, ${methods[c]}`, about[r], ...(cell ? [...maps.map((m) => `${title(m)}: ${text(m, cell[m.key], 2)}`), `sent: ${bytes(1e6 * cell.megabytes)}`, `${cell.seeds} seed(s)`] : ["no run"])].filter(Boolean); } });
+        numbers: (v, r, c, width) => { const pair = pairOf(r, c), digits = map.unit === "%" ? 1 : map.digits; return text(map, width < 76 ? [pair[0]] : pair, digits); },
+        describe: (r, c) => { if (r === names.length) return [`${methods[c]}, worst regret: ${text(map, [worst[c]], map.digits)}`]; const cell = cells[r][c]; return [`${names[r]}, ${methods[c]}`, about[r], ...(cell ? [...maps.map((m) => `${title(m)}: ${text(m, cell[m.key], m.digits)}`), `sent: ${bytes(1e6 * cell.megabytes)}`, `${cell.seeds} seed(s)`] : ["no run"])].filter(Boolean); } });
     }, { wide: true,
       table: () => table({ columns: ["situation", "method", "seeds", ...maps.map(title), "MB sent", "what"].map((name, i, all) => ({ name, number: i > 1 && i < all.length - 1 })),
-        rows: names.flatMap((name, r) => methods.flatMap((method, c) => { const cell = cells[r][c]; return cell ? [[name, method, cell.seeds, ...maps.map((m) => ({ text: text(m, cell[m.key], 2), sort: cell[m.key][0], best: m.relative && m.shades[r][c] === 1 })), cell.megabytes, about[r]]] : []; })) }) });
+        rows: names.flatMap((name, r) => methods.flatMap((method, c) => { const cell = cells[r][c]; return cell ? [[name, method, cell.seeds, ...maps.map((m) => ({ text: text(m, cell[m.key], m.digits), sort: cell[m.key][0], best: m.relative && m.shades[r][c] === 1 })), cell.megabytes, about[r]]] : []; })) }) });
   }
 
   function xOf(run) {
