@@ -197,7 +197,7 @@ def test_the_figure_has_a_point_for_every_line_and_a_dot_for_every_cell(two: lis
 def test_everything_is_written_beside_the_results(two: list[dict[str, Any]], tmp_path: Path):
     write(tmp_path, two)
     files, problem = write_board(tmp_path)
-    assert [path.name for path in files] == ["leaderboard.html", "leaderboard.png", "leaderboard.svg", "index.md"]
+    assert [path.name for path in files] == ["leaderboard.html", "leaderboard.png", "leaderboard.svg", "tables.md"]
     assert problem == ""
     assert "data:image/png;base64," in files[0].read_text()
     assert write_board(tmp_path)[0] == files  # its own files are no results
@@ -216,7 +216,7 @@ def test_without_matplotlib_there_is_a_page_without_a_figure(
     write(tmp_path, two)
     monkeypatch.setattr(builtins, "__import__", without)
     files, problem = write_board(tmp_path)
-    assert [path.name for path in files] == ["leaderboard.html", "index.md"]
+    assert [path.name for path in files] == ["leaderboard.html", "tables.md"]
     assert "coterie[report]" in problem
     assert "data:image" not in files[0].read_text()
 

@@ -1,6 +1,6 @@
 """The leaderboard: all results of a folder as one page, and the accuracy of every method against its bytes.
 
-    results/md_icfl/table4/result.json ...   ->   results/leaderboard.html, leaderboard.png, index.md
+    results/md_icfl/table4/result.json ...   ->   results/leaderboard.html, leaderboard.png, tables.md
 
 A *cell* is a suite and a column, and its score is the first metric of the suite. A *line* is a method in a mode; where
 a table has several rows of the same method and mode (FeSEM with 2, 3 and 4 clusters), each is a line of its own, named
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PAGE, INDEX, PICTURE = "leaderboard.html", "index.md", "leaderboard"
+PAGE, INDEX, PICTURE = "leaderboard.html", "tables.md", "leaderboard"
 MODES = {"paper": "as published", "ours": "ours"}
 
 
