@@ -53,8 +53,9 @@ class DeviceData:
         self.inputs = torch.int64 if federation.has_integers and integers else dtype  # of the samples
         names: tuple[SplitName, ...] = ("train", "valid", "test")
         self._index = {name: federation.split(name).index.to(device) for name in names}
-        self._may_render = rendered  # bytes available for rendered training samples
-        self._rendered: tuple[Federation, tuple[Tensor, Tensor] | None] | None = None
+        self._may_render = rendered  # bytes available for rendered samples
+        self._rendered: dict[SplitName, _Seen | None] = {}
+        self._rendered_for = federation
 
     def index(self, split: SplitName) -> Tensor:
         """Rows of all shards of a split, on the device."""
@@ -75,40 +76,87 @@ class DeviceData:
             y[who] = seen_y.reshape(-1, *y.shape[1:])
         return x, y
 
-    def at(self, split: SplitName, where: Tensor, view: Tensor) -> tuple[Tensor, Tensor]:
-        """Samples at indices [n] of a split, each seen through its view (a CPU tensor [n])."""
-        ready = self.rendered() if split == "train" else None
-        if ready is not None:
-            return ready[0].index_select(0, where), ready[1].index_select(0, where)
-        x, y = self.gather(self.index(split)[where].unsqueeze(1), view)
-        return x[:, 0], y[:, 0]
+    def starts(self, split: SplitName, shards: Tensor, views: Tensor) -> Tensor:
+        """Where the samples of these shards [u], seen through these views [u], begin for `at`, int64 [u]."""
+        ready = self._seen(split)
+        if ready is None:
+            return self.federation.split(split).offsets[shards]
+        return ready.starts[torch.searchsorted(ready.keys, self._key(shards, views))]
+
+    def at(self, split: SplitName, where: Tensor | slice, view: Tensor) -> tuple[Tensor, Tensor]:
+        """Samples at places [n], counted from `starts`, each seen through its view (a CPU tensor [n]).
+
+        They may be shared: do not write to them.
+        """
+        ready = self._seen(split)
+        if ready is None:
+            x, y = self.gather(self.index(split)[where].unsqueeze(1), view)
+            return x[:, 0], y[:, 0]
+        if isinstance(where, slice):
+            return ready.x[where], ready.y[where]
+        return ready.x.index_select(0, where), ready.y.index_select(0, where)
 
     def rendered(self) -> tuple[Tensor, Tensor] | None:
-        """All training samples, shard by shard, as their owners see them; None if they do not fit into memory.
+        """All training samples, shard by shard, as their owners see them.
+
+        None if they do not fit into memory, or if clients with different views share a shard.
+        """
+        ready, shards = self._seen("train"), len(self.federation.train.offsets) - 1
+        return None if ready is None or len(ready.keys) != shards else (ready.x, ready.y)
+
+    def _seen(self, split: SplitName) -> _Seen | None:
+        """The samples of a split as their owners see them; None if they do not fit into memory.
 
         Rendered once, and again when clients change their kind. A batch is then a lookup, without scaling or rotating.
         """
-        if self._rendered is None or self._rendered[0] is not self.federation:
-            self._rendered = (self.federation, self._render())
-        return self._rendered[1]
+        if self._rendered_for is not self.federation:
+            self._rendered, self._rendered_for = {}, self.federation
+        if split not in self._rendered:
+            self._rendered[split] = self._render(split)
+        return self._rendered[split]
 
-    def _render(self) -> tuple[Tensor, Tensor] | None:
-        federation, split = self.federation, self.federation.train
-        size = len(split.index) * self.x[0].numel() * self.inputs.itemsize
-        owned = len(split.shard.unique()) == len(split.shard)  # clients that share a shard may differ in their views
-        if size > self._may_render or not owned:
+    def _key(self, shards: Tensor, views: Tensor) -> Tensor:
+        return shards * len(self.federation.views) + views
+
+    def _render(self, name: SplitName) -> _Seen | None:
+        split, sizes = self.federation.split(name), self.federation.split(name).offsets.diff()
+        owned = self._key(split.shard, self.federation.view_of(torch.arange(len(split.shard))))
+        nobodys = torch.ones(len(sizes), dtype=torch.bool).index_fill(0, split.shard, False).nonzero().flatten()
+        keys = torch.cat([owned, self._key(nobodys, torch.zeros_like(nobodys))]).unique()
+        shards, views = keys // len(self.federation.views), keys % len(self.federation.views)
+        lengths = sizes[shards]
+        total, taken = int(lengths.sum()), sum(seen.x.nbytes for seen in self._rendered.values() if seen is not None)
+        if total * self.x[0].numel() * self.inputs.itemsize + taken > self._may_render:
             return None
-        views = torch.zeros(len(split.offsets) - 1, dtype=torch.int64)  # [shards]
-        views[split.shard] = federation.view_of(torch.arange(len(federation)))
-        each = views.repeat_interleave(split.offsets.diff())  # [samples]
-        x = torch.empty(len(split.index), *self.x.shape[1:], dtype=self.inputs, device=self.device)
-        y = torch.empty(len(split.index), *self.y.shape[1:], dtype=self.y.dtype, device=self.device)
+        rows, each = runs(split.offsets[shards], lengths), views.repeat_interleave(lengths)  # [samples]
+        x = torch.empty(total, *self.x.shape[1:], dtype=self.inputs, device=self.device)
+        y = torch.empty(total, *self.y.shape[1:], dtype=self.y.dtype, device=self.device)
         for number in each.unique().tolist():
             for where in (each == number).nonzero().flatten().split(8192):
                 there = where.to(self.device)
-                found = self.gather(self.index("train")[there].unsqueeze(1), torch.full((len(where),), number))
+                those = self.index(name)[rows[where].to(self.device)].unsqueeze(1)
+                found = self.gather(those, torch.full((len(where),), number))
                 x[there], y[there] = found[0][:, 0], found[1][:, 0]
-        return x, y
+        return _Seen(x, y, keys, lengths.cumsum(0) - lengths)
+
+
+class _Seen(NamedTuple):
+    """Samples of a split as clients see them, those of one shard and view after those of the last."""
+
+    x: Tensor
+    y: Tensor
+    keys: Tensor  # int64 [u] of shard and view, rising
+    starts: Tensor  # int64 [u]
+
+
+def runs(starts: Tensor, lengths: Tensor) -> Tensor:
+    """start, start + 1, ... of each run, one run after the other.
+
+    >>> runs(torch.tensor([10, 40]), torch.tensor([3, 2])).tolist()
+    [10, 11, 12, 40, 41]
+    """
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
 
 
 class StepCounts:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coterie.client.batches import Batch, Batches, DeviceData, StepCounts
+from coterie.client.batches import Batch, Batches, DeviceData, StepCounts, runs
 from coterie.client.stack import Job, Plan
 from coterie.client.task import Task
 from coterie.client.work import SGD
@@ -189,7 +189,7 @@ class Block:
         """
         sent = models if isinstance(models, Models) else self._one_each(models)
         split, device = self._split("train"), self._data.device
-        sizes, first = self._sizes("train"), split.offsets[split.shard[self.clients]]
+        sizes, first = self._sizes("train"), self._data.starts("train", split.shard[self.clients], self._view)
         place = torch.arange(int(sizes.max()))
         real = (place < sizes.unsqueeze(1)).to(device)  # [c, longest]
         where = (first.unsqueeze(1) + torch.minimum(place, sizes.unsqueeze(1) - 1)).to(device)
@@ -258,7 +258,7 @@ class Block:
         if ready is None:
             return torch.stack([torch.bincount(y, minlength=self.task.num_classes) for _, y in self.shards()])
         split, sizes = self._split("train"), self._sizes("train")
-        where = _runs(split.offsets[split.shard[self.clients]], sizes).to(self._data.device)
+        where = runs(split.offsets[split.shard[self.clients]], sizes).to(self._data.device)
         owner = torch.arange(len(self)).repeat_interleave(sizes).to(self._data.device)
         places = owner * self.task.num_classes + ready[1][where]
         return torch.bincount(places, minlength=len(self) * self.task.num_classes).reshape(len(self), -1)
@@ -321,44 +321,44 @@ class Block:
                 unique, inverse = torch.unique(pairs, dim=0, return_inverse=True)
                 parts = list(self._forward(models.table, unique, split))
                 outputs, y, long = (torch.cat([part[k] for part in parts]) for k in range(3))
-                where = _runs((long.cumsum(0) - long)[inverse], lengths).to(device)
+                where = runs((long.cumsum(0) - long)[inverse], lengths).to(device)
                 found.append(outputs[where])
                 labels = y[where]
             yield some.repeat_interleave(lengths).to(device), torch.stack(found), labels, lengths.to(device)
 
     def _forward(self, table: Tensor, pairs: Tensor, split: SplitName) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Evaluate each (model, shard, view) once, in order: yields outputs [n, ...], labels [n], lengths of pairs."""
-        offsets = self._split(split).offsets
-        sizes = offsets.diff()[pairs[:, 1]]
+        starts = self._data.starts(split, pairs[:, 1], pairs[:, 2])
+        sizes = self._split(split).offsets.diff()[pairs[:, 1]]
         models = pairs[:, 0].unique()
         if 1 < len(models) == len(pairs):
-            yield from self._forward_own(table, pairs, split, sizes)
+            yield from self._forward_own(table, pairs, split, starts, sizes)
             return
         for model in models.tolist():
             mine = pairs[:, 0] == model
-            some, lengths = pairs[mine], sizes[mine]
-            where = _runs(offsets[some[:, 1]], lengths)  # indices in the split, shard after shard
-            view = some[:, 2].repeat_interleave(lengths)  # one per sample
+            lengths = sizes[mine]
+            where, view = runs(starts[mine], lengths), pairs[mine, 2].repeat_interleave(lengths)  # one per sample
             found, labels = [], []
             for part in torch.arange(len(where)).split(self._at_once):
-                x, y = self._data.at(split, where[part].to(self._data.device), view[part])
+                x, y = self._data.at(split, _as_slice(where[part], self._data.device), view[part])
                 with _untuned():
                     found.append(self._kernel.outputs(table[model : model + 1], x.unsqueeze(0))[0])
                 labels.append(y)
             yield torch.cat(found), torch.cat(labels), lengths
 
     def _forward_own(
-        self, table: Tensor, pairs: Tensor, split: SplitName, sizes: Tensor
+        self, table: Tensor, pairs: Tensor, split: SplitName, starts: Tensor, sizes: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """As `_forward`, where every pair has its own model: stacked, in padded pieces."""
-        offsets = self._split(split).offsets
         longest = max(1, int(sizes.max()))
         for some in torch.arange(len(pairs)).split(max(1, self._at_once // longest)):
             lengths = sizes[some]
             place = torch.arange(max(1, int(lengths.max())))
             inside = place < lengths.unsqueeze(1)  # [u, width]
-            where = (offsets[pairs[some, 1]].unsqueeze(1) + place).where(inside, torch.zeros(1, dtype=torch.int64))
-            x, y = self._data.gather(self._data.index(split)[where.to(self._data.device)], pairs[some, 2])
+            where = (starts[some].unsqueeze(1) + place).where(inside, 0)
+            view = pairs[some, 2].repeat_interleave(len(place))
+            x, y = self._data.at(split, where.flatten().to(self._data.device), view)
+            x, y = (tensor.reshape(*where.shape, *tensor.shape[1:]) for tensor in (x, y))
             with _untuned():
                 outputs = self._kernel.outputs(table[pairs[some, 0].to(table.device)], x)
             real = inside.to(self._data.device)
@@ -374,6 +374,13 @@ class Block:
 
     def _sizes(self, split: SplitName) -> Tensor:
         return self._split(split).sizes[self.clients]
+
+
+def _as_slice(where: Tensor, device: torch.device) -> Tensor | slice:
+    """Indices [n] on the device, or a slice if they follow one another: it copies nothing."""
+    if len(where) and bool((where.diff() == 1).all()):
+        return slice(int(where[0]), int(where[-1]) + 1)
+    return where.to(device)
 
 
 @contextlib.contextmanager
@@ -461,13 +468,3 @@ def _rows_at(table: Tensor, refs: Tensor) -> Tensor:
     if last <= len(table) and torch.equal(refs, torch.arange(first, last, device=refs.device)):
         return table[first:last]
     return table[refs]
-
-
-def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
-    """start, start + 1, ... of each run, one run after the other.
-
-    >>> _runs(torch.tensor([10, 40]), torch.tensor([3, 2])).tolist()
-    [10, 11, 12, 40, 41]
-    """
-    before = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)

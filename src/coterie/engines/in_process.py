@@ -131,7 +131,7 @@ class InProcessEngine(Engine):
         """The plan by which this engine trains clients."""
 
     def _may_render(self) -> int:
-        """Bytes available for rendered training samples."""
+        """Bytes available for rendered samples."""
         free = available_memory(self.device)
         return int(0.3 * free) if self.device.type == "cuda" else min(1 << 30, free // 8)
 
