@@ -247,3 +247,12 @@ def test_mean_samples_that_nobody_tells_are_asked_for_again():
         state = method.round(state, engine, engine.everyone(), Rng.seed(number))
         assert state.mean_samples == expected
     assert counted == [1] * 5 + [2] * 5
+
+
+@pytest.mark.parametrize("attack", ["sign_flip", "label_flip", "ipm"])
+def test_attackers_that_look_like_a_kind_take_no_cluster(attack):
+    """With `auto`; with the first clustering of the plain mean, two honest kinds would share a cluster."""
+    hostile = {"attack": attack, "attackers": 0.3, "rounds": 1, "seed": 1}
+    found = coterie.run("fesem", "rotated-digits", set={"algorithm.robust": "auto"}, **hostile)
+    assert found.summary["ari"] == 1.0
+    assert coterie.run("fesem", "rotated-digits", **hostile).summary["ari"] < 0.8

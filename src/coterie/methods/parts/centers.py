@@ -73,7 +73,7 @@ def has_risen(block: Block, loss: Tensor) -> Tensor:
 class CenterState(ClusterState):
     """The centers, the clients' signatures at the common model, and what the guard remembers."""
 
-    of_clients: ClassVar[tuple[str, ...]] = ("signatures", "counts", "pending", "alarmed", "chose_in")
+    of_clients: ClassVar[tuple[str, ...]] = ("signatures", "counts", "pending", "alarmed", "chose_in", "outside")
     stored_as: ClassVar[dict[str, str]] = {**ClusterState.stored_as, "repaired_in": "mended_in"}
 
     signatures: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, L, D]
@@ -81,6 +81,9 @@ class CenterState(ClusterState):
     pending: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [N] should choose a center anew
     alarmed: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [N] pending, its loss has risen
     chose_in: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N] round; 0: never
+    outside: Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.bool)
+    )  # [N] moves no center; empty: unclear
     mean_samples: float = 0.0  # mean sample count of the clients
     sent_in_rounds: int = 0  # models sent and received in rounds so far
     sent_to_choose: float = 0  # models sent so far to clients that chose anew
@@ -250,9 +253,10 @@ class RoundUpdate(Generic[C]):
             self._pending[clients] |= (chosen != before) & (before >= 0) & (rested | (state.chose_in[clients] == 0))
             chosen = torch.where(before >= 0, before, chosen)
         self._labels[clients] = chosen
+        outside = is_outside(state)[clients]
         self._pending[clients] |= alarmed
-        self._alarmed[clients] |= alarmed
-        weights = self._method.weights_of(chunk) * (~alarmed).to(self._engine.device)
+        self._alarmed[clients] |= alarmed & ~outside  # a new signature would not count
+        weights = self._method.weights_of(chunk) * (~alarmed & ~outside).to(self._engine.device)
         self._average.add(chunk.answer.params, chosen.clamp_min(0), weights)
         self.watch.add(chunk, before if started is None else started, state)
         self.answered = torch.cat([self.answered, clients])
@@ -290,6 +294,16 @@ def has_signature(state: CenterState) -> Tensor:
     if len(state.signatures) != len(state.labels):
         return torch.zeros(len(state.labels), dtype=torch.bool)
     return (state.counts > 0).any(1)
+
+
+def tells_outside(state: CenterState) -> bool:
+    """Whether the kinds were so clear at the start that clients of none of them are known."""
+    return len(state.outside) == len(state.labels)
+
+
+def is_outside(state: CenterState) -> Tensor:
+    """Which clients move no center, because they were of none of the kinds, bool [N]."""
+    return state.outside if tells_outside(state) else torch.zeros(len(state.labels), dtype=torch.bool)
 
 
 def update_of(params: Tensor, state: ClusterState, engine: Engine) -> Tensor:

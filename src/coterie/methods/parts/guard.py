@@ -30,6 +30,7 @@ from coterie.methods.parts.centers import (
     RoundUpdate,
     SignedMethod,
     Watch,
+    is_outside,
     without_signatures,
 )
 from coterie.methods.parts.clustering import kmeans
@@ -95,6 +96,10 @@ def repaired(method: CenterMethod[C], before: C, after: C, engine: Engine, watch
     if not watch or method.num_clusters < 2 or engine.round - after.repaired_in < REST:
         return after
     clients, started, updates = watch.result()
+    inside = ~is_outside(after)[clients]
+    if not bool(inside.any()):
+        return after
+    clients, started, updates = clients[inside], started[inside], updates[inside.to(updates.device)]
     if int((after.labels >= 0).sum()) < enough_clients(method.num_clusters, engine.num_clients):
         return after  # a cluster without members may have some that were not seen yet
     broken, reason = _find_broken(after, updates, engine)
