@@ -40,6 +40,30 @@ def test_krum_keeps_those_with_near_neighbours():
     assert robust_mean(rows, "krum", 0.2).tolist() == pytest.approx([0.05, 0.05])
 
 
+def test_bulyan_chooses_by_krum_and_averages_near_the_median():
+    """Seven models, one bad. By hand: Krum chooses 5, 6, 3, 7.5 and 4; 5, 6 and 4 are the nearest to their median."""
+    rows = column(7.5, 4, 0, 3, 5, 6, 100)
+    assert float(robust_mean(rows, "bulyan", 0.1)) == 5.0
+    assert float(robust_mean(rows, "bulyan", 0.0)) == pytest.approx(125.5 / 7)  # none is bad
+    assert float(robust_mean(rows, "krum", 0.1)) == 4.25
+
+
+def test_bulyan_of_too_few_is_the_median():
+    """Six models with one bad, and ten with two: four times as many and three would be needed."""
+    assert float(robust_mean(column(0, 1, 2, 4, 5, 100), "bulyan", 0.1)) == 3.0
+    ten = column(0, 1, 2, 3, 4, 7, 8, 9, 100, 100)
+    assert float(robust_mean(ten, "bulyan", 0.2)) == 5.5
+
+
+def test_bulyan_leaves_out_one_extreme_number_in_an_otherwise_usual_model():
+    """What Krum alone does not see: far from the others in one of many numbers."""
+    rows = torch.randn(11, 400, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    rows[4] = 0
+    rows[4, 7] = 9.0  # shorter than the others, but all in one number
+    assert abs(float(robust_mean(rows, "krum", 0.1)[7])) > 0.5
+    assert abs(float(robust_mean(rows, "bulyan", 0.1)[7])) < 0.5
+
+
 def test_geometric_median_has_the_least_sum_of_distances():
     # Of the corners of a triangle with angles below 120 degrees, it is the point that sees all sides at 120 degrees.
     corners = torch.tensor([[0.0, 0.0], [2.0, 0.0], [1.0, 3.0**0.5]], dtype=torch.float64)
@@ -132,7 +156,9 @@ def test_each_parameter_by_itself_and_in_pieces(monkeypatch):
     assert torch.equal(robust_mean(rows, "median", 0.2), whole)
 
 
-@pytest.mark.parametrize("kind", ["trimmed_mean", "median", "krum", "geometric_median", "centered_clipping", "auto"])
+@pytest.mark.parametrize(
+    "kind", ["trimmed_mean", "median", "krum", "bulyan", "geometric_median", "centered_clipping", "auto"]
+)
 def test_a_fifth_of_bad_members_hardly_moves_the_center(kind):
     generator = torch.Generator().manual_seed(1)
     good = 1 + 0.1 * torch.randn(16, 30, generator=generator)

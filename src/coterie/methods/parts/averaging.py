@@ -80,10 +80,25 @@ def median(rows: Tensor, share: float) -> Tensor:
 def krum(rows: Tensor, share: float) -> Tensor:
     """Multi-Krum (Blanchard et al. 2017): the mean of the 1 - `share` models closest to their nearest neighbours."""
     num_good = len(rows) - _num_bad(len(rows), share)
-    centered = (rows - rows.mean(0)).double() if rows.numel() <= _COLUMNS else rows - rows.mean(0)
-    distances = torch.cdist(centered, centered).square()  # [m, m]
-    scores = distances.sort(1).values[:, 1 : 1 + max(1, num_good - 2)].sum(1)
-    return rows[scores.argsort(stable=True)[:num_good]].mean(0)
+    return rows[_krum_scores(_squared(rows), num_good - 2).argsort(stable=True)[:num_good]].mean(0)
+
+
+@robust_mean_named("bulyan")
+def bulyan(rows: Tensor, share: float) -> Tensor:
+    """Bulyan (El Mhamdi et al. 2018): Krum chooses models one by one, then values near the median are averaged.
+
+    It needs 4 f + 3 models, where f is the number of bad ones; with fewer it is the median of each parameter.
+    """
+    bad = _num_bad(len(rows), share)
+    if len(rows) < 4 * bad + 3:
+        return median(rows, share)
+    distances, left = _squared(rows), torch.arange(len(rows), device=rows.device)
+    chosen = []
+    for _ in range(len(rows) - 2 * bad):
+        best = int(_krum_scores(distances[left][:, left], len(left) - bad - 2).argmin())
+        chosen.append(int(left[best]))
+        left = left[torch.arange(len(left), device=left.device) != best]
+    return _mean_near_median(rows[chosen], len(chosen) - 2 * bad)
 
 
 @robust_mean_named("geometric_median")
@@ -159,6 +174,26 @@ def _mean_between(rows: Tensor, drop: int) -> Tensor:
     """Per column of [m, P], the mean without the `drop` lowest and the `drop` highest values."""
     pieces = rows.split(max(1, _COLUMNS // len(rows)), dim=1)
     return torch.cat([_sorted(piece)[drop : len(rows) - drop].mean(0) for piece in pieces])
+
+
+def _mean_near_median(rows: Tensor, count: int) -> Tensor:
+    """Per column of [m, P], the mean of the `count` values that are closest to the median."""
+    found = []
+    for piece in rows.split(max(1, _COLUMNS // len(rows)), dim=1):
+        away = (piece - _mean_between(piece, (len(piece) - 1) // 2)).abs()
+        found.append(piece.gather(0, away.argsort(dim=0, stable=True)[:count]).mean(0))
+    return torch.cat(found)
+
+
+def _squared(rows: Tensor) -> Tensor:
+    """Squared distances of models [m, P]: [m, m]."""
+    centered = (rows - rows.mean(0)).double() if rows.numel() <= _COLUMNS else rows - rows.mean(0)
+    return torch.cdist(centered, centered).square()
+
+
+def _krum_scores(distances: Tensor, neighbours: int) -> Tensor:
+    """The sum of squared distances [m, m] of each model to its nearest others, at least one: [m]."""
+    return distances.sort(1).values[:, 1 : 1 + max(1, neighbours)].sum(1)
 
 
 def _sorted(rows: Tensor) -> Tensor:
