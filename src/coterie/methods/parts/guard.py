@@ -124,7 +124,10 @@ def repaired(method: CenterMethod[C], before: C, after: C, engine: Engine, watch
     if not bool((labels[answered] == broken).any()):
         return after  # no model for the free center
     reason += f": cluster {wide} was split into {len(members) - len(leaving)} and {len(leaving)} clients"
-    after = replace(after, centers=average.means(keep=after.centers), labels=labels, repaired_in=engine.round)
+    # Two centers are others now: there is nothing to vote on in the next round.
+    judged = after.judged[:0]
+    centers = average.means(keep=after.centers)
+    after = replace(after, centers=centers, labels=labels, judged=judged, repaired_in=engine.round)
     return recorded(after, broken, reason, engine)
 
 
