@@ -118,6 +118,11 @@ class IFCA(CenterMethod[CenterState]):
                 "vote of IFCA must be false: its clients compare all centers in every round, and choose. "
                 "Got True instead."
             )
+        if self.admission < 1 and self.average_of == "gradients":
+            raise ConfigError(
+                "admission of IFCA must be 1 with average_of=gradients, where clients move freely. "
+                f"Got {self.admission:g} instead."
+            )
 
     @property
     def watches_losses(self) -> bool:

@@ -133,6 +133,12 @@ class SignedMethod(Averaging[C]):
     vote: bool = setting(
         False, "members vote on their center by held-out loss; one that most find worse than the last is not taken"
     )
+    admission: float = setting(
+        1.0,
+        "share of a cluster's members that may come from other clusters in a round, at least one; 1: no limit",
+        gt=0,
+        le=1,
+    )
 
     def first_state(self, engine: Engine, num_clusters: int, **more: Any) -> C:
         """K copies of the common model; no client seen yet."""
@@ -268,6 +274,7 @@ class RoundUpdate(Generic[C]):
         `started` [c] are the centers they trained from, if they chose them themselves (IFCA). After a
         warm start and with the guard, another cluster is a proposal: the client keeps its label until it has chosen
         anew. A client whose loss has risen also keeps it, and does not move a center: its data may be of another kind.
+        Where `admission` limits who may move, clients that move count in no center in this round.
         """
         state, clients = self._state, chunk.clients
         before = state.labels[clients]
@@ -282,7 +289,10 @@ class RoundUpdate(Generic[C]):
         outside = is_outside(state)[clients]
         self._pending[clients] |= alarmed
         self._alarmed[clients] |= alarmed & ~outside  # a new signature would not count
-        weights = self._method.weights_of(chunk) * (~alarmed & ~outside).to(self._engine.device)
+        counts = ~alarmed & ~outside
+        if self._method.admission < 1:
+            counts &= (chosen == before) | (before < 0)
+        weights = self._method.weights_of(chunk) * counts.to(self._engine.device)
         self._average.add(chunk.answer.params, chosen.clamp_min(0), weights)
         self.watch.add(chunk, before if started is None else started, state)
         self._votes.add(chunk, before)
@@ -291,17 +301,36 @@ class RoundUpdate(Generic[C]):
     def averaged(self, **changes: Any) -> C:
         """The state after the round: every center is the mean of its members. `changes` are fields of the method."""
         state = self._state
+        labels = admitted(state.labels, state.labels, self._labels, self._engine.keys, self._method.admission)
         # A client that has moved may have other data now: its signature is of the past.
-        moved = (state.labels >= 0) & (self._labels != state.labels)
+        moved = (state.labels >= 0) & (labels != state.labels)
         return replace(
             without_signatures(state, moved),
             **self._votes.changes(self._average.means(keep=state.centers)),
-            labels=self._labels,
+            labels=labels,
             pending=self._pending,
             alarmed=self._alarmed,
             sent_in_rounds=state.sent_in_rounds + 2 * len(self.answered),
             **changes,
         )
+
+
+def admitted(since: Tensor, now: Tensor, wanted: Tensor, keys: Tensor, share: float) -> Tensor:
+    """The labels [N] of clients that want to move from `now`, if a cluster takes so many from others in a round.
+
+    A cluster takes at most this share of the members that it had at the beginning, `since`, and at least one. Those who
+    have moved since then are counted; of the others the first by their keys are taken. Clients that had no cluster
+    are not limited.
+    """
+    if share >= 1:
+        return wanted
+    labels, moves = wanted.clone(), (wanted != now) & (now >= 0)
+    for k in wanted[moves].unique().tolist():
+        room = max(1, int(share * int((since == k).sum()))) - int(((now == k) & (since != k) & (since >= 0)).sum())
+        coming = (moves & (wanted == k)).nonzero().flatten()
+        late = coming[keys[coming].argsort()][max(0, room) :]
+        labels[late] = now[late]
+    return labels
 
 
 def without_signatures(state: C, which: Tensor) -> C:

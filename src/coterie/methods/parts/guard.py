@@ -30,6 +30,7 @@ from coterie.methods.parts.centers import (
     RoundUpdate,
     SignedMethod,
     Watch,
+    admitted,
     is_outside,
     without_signatures,
 )
@@ -49,7 +50,8 @@ def guarded(method: CenterMethod[C], before: C, update: RoundUpdate[C], engine: 
     found = repaired(method, before, after, engine, update.watch, rng)
     if found is not after or not method.watches_losses:
         return found  # clients choose when the repair has taken effect
-    return rechosen(method, with_misplaced(after, engine), engine, update.answered, rng.at("choose"))
+    after = with_misplaced(after, engine)
+    return rechosen(method, after, engine, update.answered, rng.at("choose"), before.labels)
 
 
 def with_misplaced(state: C, engine: Engine) -> C:
@@ -62,8 +64,13 @@ def with_misplaced(state: C, engine: Engine) -> C:
     return replace(state, pending=state.pending | wrong) if bool(wrong.any()) else state
 
 
-def rechosen(method: SignedMethod[C], state: C, engine: Engine, answered: Tensor, rng: Rng) -> C:
-    """Let pending clients that took part in the round choose their cluster anew."""
+def rechosen(
+    method: SignedMethod[C], state: C, engine: Engine, answered: Tensor, rng: Rng, since: Tensor | None = None
+) -> C:
+    """Let pending clients that took part in the round choose their cluster anew.
+
+    A cluster admits as many as the method allows, where `since` are the labels before the round; the others wait.
+    """
     waiting = answered[state.pending[answered]]
     waiting = waiting[engine.keys[waiting].argsort()]
     waiting = waiting[(~state.alarmed[waiting]).int().argsort(stable=True)]  # first those whose loss has risen
@@ -73,7 +80,9 @@ def rechosen(method: SignedMethod[C], state: C, engine: Engine, answered: Tensor
     engine.begin(engine.round, "repair")
     found = choose_anew(method, state, engine, waiting, room, rng)
     engine.begin(engine.round, "round")
-    labels = state.labels.index_copy(0, found.clients, found.labels)
+    wanted = state.labels.index_copy(0, found.clients, found.labels)
+    labels = admitted(state.labels if since is None else since, state.labels, wanted, engine.keys, method.admission)
+    found = found.only(labels[found.clients] == found.labels)
     moved = labels != state.labels
     # The signature of a client whose data has changed is of the past, unless it has just been renewed.
     state = with_signatures(without_signatures(state, moved & state.alarmed), found.clients, found)

@@ -361,6 +361,12 @@ class Anew:
     counts: Tensor  # [n, L]; all 0: did not sign again
     sent: float  # models sent to clients
 
+    def only(self, which: Tensor) -> Anew:
+        """Some of them, bool [n]; what was sent stays."""
+        there = which.to(self.signatures.device)
+        parts = self.clients[which], self.labels[which], self.signatures[there], self.counts[which]
+        return Anew(*parts, self.sent)
+
 
 def by_signature(state: CenterState) -> tuple[Tensor, Tensor]:
     """The cluster of each client by its signature [N], and whether it is in doubt; -1 where signatures do not tell."""
