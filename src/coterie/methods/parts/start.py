@@ -20,7 +20,7 @@ from coterie.client.steps import choose, signature_shape, train_and_sign
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState
 from coterie.methods.parts import signatures
-from coterie.methods.parts.averaging import AUTO, Average, fits_in_memory, samples_of
+from coterie.methods.parts.averaging import AUTO, Average, fits_in_memory, samples_of, shortened
 from coterie.methods.parts.centers import (
     C,
     CenterMethod,
@@ -114,7 +114,9 @@ def first_models_start(method: CenterMethod[C], state: C, engine: Engine, rng: R
 
     def cluster(answered: Tensor) -> Clusters:
         trim, count = int(method.trimmed * len(answered)), min(method.num_clusters, len(answered))
-        return kmeans(torch.cat(rows), count, rng.at("k-means"), engine.keys[answered], method.restarts, trim=trim)
+        # A long update would be a cluster by itself.
+        updates = shortened(torch.cat(rows)) if method.robust == AUTO else torch.cat(rows)
+        return kmeans(updates, count, rng.at("k-means"), engine.keys[answered], method.restarts, trim=trim)
 
     average = method.average(state, engine)
     found = cluster_models(train, collect, cluster, average, engine, engine.everyone(), method.weights_of)
