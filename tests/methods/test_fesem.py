@@ -252,7 +252,7 @@ def test_mean_samples_that_nobody_tells_are_asked_for_again():
 
 def test_with_auto_the_papers_start_shortens_updates_before_it_clusters_them():
     """The last client would be a cluster by itself; cut to the median length 8, its update is like those of 2 and 3."""
-    homes = torch.tensor([[0.0, 1.0], [0.0, 2.0], [8.0, 0.0], [9.0, 0.0], [900.0, 1.0]])
+    homes = torch.tensor([[0.0, 1.0], [0.0, 2.0], [8.0, 0.0], [9.0, 0.0], [90.0, 1.0]])
 
     def labels(robust):
         engine = MockEngine(lambda step, client, sent: {"params": sent + homes[client], "samples": 1}, num_clients=5)
