@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+import coterie
+from coterie.engines.mock import MockEngine
 from coterie.errors import ConfigError
 from coterie.methods.base import algorithms
 from coterie.methods.parts import averaging
-from coterie.methods.parts.averaging import Averaging, HeldModels, UsualModels, is_usual, robust_mean, shortened
+from coterie.methods.parts.averaging import (
+    Averaging,
+    HeldModels,
+    TrustedModels,
+    UsualModels,
+    is_usual,
+    robust_mean,
+    shortened,
+)
 from coterie.methods.parts.clustering import CenterSums
 from coterie.settings import build
 from tests.helpers import finished, ragged_federation, reserved_for, setup_of, trainer_of
@@ -118,6 +128,50 @@ def test_auto_keeps_the_center_of_a_cluster_without_usual_members():
     assert means.means(keep).tolist() == [[1.0], [7.0]]
 
 
+def test_fltrust_by_hand(monkeypatch):
+    """The server's update is (2, 0). The first has its direction, the second agrees by half the root of two.
+
+    The third is at right angles, the fourth against it. In the other cluster nobody agrees.
+    """
+    engine = MockEngine(lambda *given: {}, num_clients=6)
+    monkeypatch.setattr(averaging, "trained_on_reserved", lambda engine, models, work, rng: models + own)
+    own, keep = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 1.0], [5.0, 5.0]])
+    updates = torch.tensor([[4.0, 0.0], [1.0, 1.0], [0.0, 3.0], [-9.0, 0.0], [0.0, -1.0], [1.0, 0.0]])
+    labels = torch.tensor([0, 0, 0, 0, 1, 1])
+    means = TrustedModels(2, engine)
+    means.add(keep[labels] + updates, labels, torch.ones(6))
+    half = 0.5**0.5
+    # Both are of length 2 then: (2, 0), and (1, 1) times the root of two.
+    expected = [1 + (2 + 1) / (1 + half), 1 + 1 / (1 + half)]
+    assert means.means(keep)[0].tolist() == pytest.approx(expected)
+    assert means.means(keep)[1].tolist() == [5.0, 5.0]
+
+
+def test_fltrust_needs_samples_on_the_server_and_whole_models():
+    def mean_of(key, reserve):
+        run = trainer_of(setup_of(algorithms()[key](robust="fltrust"), ragged_federation(reserve=reserve)))
+        run._start()
+        run._round(1)
+
+    mean_of("fedavg", 2)
+    with pytest.raises(ConfigError, match=r"robust=fltrust of FedAvg needs samples on the server; .*scenario.reserve"):
+        mean_of("fedavg", 0)
+    for key in ("fedsgd", "fedper", "scaffold"):
+        with pytest.raises(ConfigError, match=r"robust=fltrust compares whole models .* use another robust mean\."):
+            mean_of(key, 2)
+    with pytest.raises(ConfigError, match=r"here there is none; use another robust mean\."):
+        mean_of("fesem_ma", 2)
+
+
+def test_with_fltrust_sign_flips_do_little_harm():
+    """FedAvg, whose clients are all of one kind; 40 % flip."""
+    given = {"rounds": 8, "attack": "sign_flip", "attackers": 0.4}
+    data = {"scenario.groups": 1, "scenario.reserve": 10}
+    plain = coterie.run("fedavg", "rotated-digits", set=data, **given).summary
+    found = coterie.run("fedavg", "rotated-digits", set=data | {"algorithm.robust": "fltrust"}, **given).summary
+    assert found["accuracy"]["macro"] > plain["accuracy"]["macro"] + 0.2
+
+
 def test_auto_averages_gradients_as_they_are():
     """A gradient is no model: it is not compared with the center."""
     run = trainer_of(setup_of(algorithms()["fedsgd"](robust="auto")))
@@ -139,7 +193,9 @@ def test_a_registered_robust_mean_is_a_choice_of_every_method(monkeypatch):
     monkeypatch.setitem(averaging._ROBUST_MEANS, "lowest", lambda rows, share: rows.amin(0))
     assert float(robust_mean(column(1, 2, 100), "lowest", 0.2)) == 1.0
     assert build(algorithms()["fesem"], {"robust": "lowest"}, "algorithm").robust == "lowest"
-    with pytest.raises(ConfigError, match=r"robust of RobustTKM must be 'none', .*'auto' or 'lowest'\. Got 'foo'"):
+    with pytest.raises(
+        ConfigError, match=r"robust of RobustTKM must be 'none', .*'fltrust' or 'lowest'\. Got 'foo'"
+    ):
         build(algorithms()["robust_tkm"], {"robust": "foo"}, "algorithm")
 
 

@@ -4,7 +4,7 @@ The plain mean streams. A robust mean holds all members' models at once and weig
 only what a client claims. It does not know who is malicious; `robust_share` is the share of bad members it tolerates.
 `auto` needs no share. It leaves out updates that are far longer than those of most clients, whatever their cluster: bad
 clients may be the majority of one cluster, but not of all clients. It shortens the others to the median length of their
-cluster, and averages those that agree.
+cluster, and averages those that agree. `fltrust` compares updates with one that the server has trained on its samples.
 
 To add a robust mean, write one function here and decorate it with `@robust_mean_named`.
 """
@@ -13,18 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from coterie.engines.base import Chunk, Engine
+from coterie.engines.server import trained_on_reserved
+from coterie.errors import ConfigError
 from coterie.methods.base import Algorithm, S
 from coterie.methods.parts.clustering import CenterSums
+from coterie.randomness import Rng
 from coterie.settings import setting
 
 AUTO = "auto"
+TRUST = "fltrust"
 _COLUMNS = 1 << 22  # numbers sorted at a time
 _STEPS = 50  # of Weiszfeld's algorithm and of centered clipping, at most
 _NEAR = 1e-6  # a step shorter than this share of the median distance is the last
@@ -126,6 +130,15 @@ def agreed_mean(rows: Tensor, share: float) -> Tensor:
     """
     apart = (rows - median(rows, share)).norm(dim=1)
     return rows[apart <= _FAR * _middle(apart)].mean(0)
+
+
+@robust_mean_named(TRUST)
+def fltrust(rows: Tensor, share: float) -> Tensor:
+    """Only for models that clients trained from a center: see `TrustedModels`."""
+    raise ConfigError(
+        "robust=fltrust compares models with what the server has trained from the same center, and here there is none; "
+        "use another robust mean."
+    )
 
 
 def _iterated(rows: Tensor, middle: Tensor, weigh: Callable[[Tensor, Tensor], Tensor], is_step: bool = False) -> Tensor:
@@ -260,6 +273,33 @@ class UsualModels(HeldModels):
         return centers
 
 
+class TrustedModels(HeldModels):
+    """Weighs updates by their agreement with the server's own: FLTrust (Cao et al. 2021).
+
+    The server trains each center on those of its samples that fit it best. An update counts by its cosine with the
+    server's, not at all if that is negative, and is brought to the server's length. A cluster in which nobody agrees
+    keeps its center.
+    """
+
+    def __init__(self, num_clusters: int, engine: Engine) -> None:
+        super().__init__(num_clusters, lambda cluster, rows, weights: rows.mean(0))
+        self._engine = engine
+
+    def _centers(self, rows: Tensor, labels: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
+        engine = self._engine
+        rng = Rng.seed(0).at("server", engine.round)
+        own = trained_on_reserved(engine, keep, engine.task.work.at(engine.round), rng) - keep  # [K, P]
+        centers, cut = keep.clone(), engine.task.layout.num_parameters
+        for k in range(self._num_clusters):
+            updates = rows[(labels == k) & (weights > 0)] - keep[k]
+            lengths = updates[:, :cut].norm(dim=1).clamp_min(_TINY)
+            length = own[k, :cut].norm()
+            trust = (updates[:, :cut] @ own[k, :cut] / (lengths * length.clamp_min(_TINY))).clamp_min(0)  # [m]
+            if bool(trust.sum() > 0):
+                centers[k] += (trust * length / lengths) @ updates / trust.sum()
+        return centers
+
+
 def add_answers(
     average: Average,
     chunks: Iterable[Chunk],
@@ -288,6 +328,8 @@ def robust_setting(default: str = "none") -> Any:
 class Averaging(Algorithm[S]):
     """A method that averages models."""
 
+    sends_models: ClassVar[bool] = True  # whether all that is averaged is models
+
     robust: str = robust_setting()
     robust_share: float = setting(
         0.2, "share of bad members that a robust mean and the first clustering tolerate", ge=0, lt=0.5
@@ -297,10 +339,27 @@ class Averaging(Algorithm[S]):
         """An empty average of K clusters; `like` [..., P] gives size and type. Gradients are no models."""
         if self.robust == "none":
             return CenterSums(num_clusters, like=like)
+        if self.robust == TRUST:
+            self._require_trust(engine, like, of_models)
         size = engine.num_clients * like.shape[-1] * like.element_size()
         engine.require_memory(size, f"A robust mean holds the models of {engine.num_clients} clients at once:")
+        if self.robust == TRUST:
+            return TrustedModels(num_clusters, engine)
         held = UsualModels if self.robust == AUTO and of_models else HeldModels
         return held(num_clusters, lambda cluster, rows, weights: self.robust_mean(rows))
+
+    def _require_trust(self, engine: Engine, like: Tensor, of_models: bool) -> None:
+        """Raise ConfigError if the server cannot vouch for what clients send."""
+        name = type(self).__name__
+        if engine.reserved is None:
+            raise ConfigError(
+                f"robust=fltrust of {name} needs samples on the server; hold some out with --set scenario.reserve=10."
+            )
+        if not (of_models and self.sends_models) or like.shape[-1] != engine.task.layout.size:
+            raise ConfigError(
+                f"robust=fltrust compares whole models with one that the server has trained, and clients of {name} "
+                "send other things, too; use another robust mean."
+            )
 
     def robust_mean(self, rows: Tensor) -> Tensor:
         """The mean [P] of a cluster's members [m, P] by the settings."""
