@@ -156,7 +156,7 @@ def test_fltrust_needs_samples_on_the_server_and_whole_models():
     mean_of("fedavg", 2)
     with pytest.raises(ConfigError, match=r"robust=fltrust of FedAvg needs samples on the server; .*scenario.reserve"):
         mean_of("fedavg", 0)
-    for key in ("fedsgd", "fedper", "scaffold"):
+    for key in ("feddane", "fedper", "fedrep", "fedsgd", "scaffold"):
         with pytest.raises(ConfigError, match=r"robust=fltrust compares whole models .* use another robust mean\."):
             mean_of(key, 2)
     with pytest.raises(ConfigError, match=r"here there is none; use another robust mean\."):
@@ -193,9 +193,7 @@ def test_a_registered_robust_mean_is_a_choice_of_every_method(monkeypatch):
     monkeypatch.setitem(averaging._ROBUST_MEANS, "lowest", lambda rows, share: rows.amin(0))
     assert float(robust_mean(column(1, 2, 100), "lowest", 0.2)) == 1.0
     assert build(algorithms()["fesem"], {"robust": "lowest"}, "algorithm").robust == "lowest"
-    with pytest.raises(
-        ConfigError, match=r"robust of RobustTKM must be 'none', .*'fltrust' or 'lowest'\. Got 'foo'"
-    ):
+    with pytest.raises(ConfigError, match=r"robust of RobustTKM must be 'none', .*'fltrust' or 'lowest'\. Got 'foo'"):
         build(algorithms()["robust_tkm"], {"robust": "foo"}, "algorithm")
 
 
