@@ -39,8 +39,11 @@ def data_for(name: str) -> Federation:
     return ragged_federation(reserve=reserved_for(make(name)))
 
 
-# They average other things than whole models, or align them first, and refuse fltrust: see test_averaging.
-NO_TRUST = {"feddane", "fedper", "fedrep", "fedsgd", "fesem_ma", "scaffold"}
+# Choices that a method refuses, each with a test of its own. Those without fltrust average other things than whole
+# models, or align them first.
+REFUSED = {("ifca", "vote", True)} | {
+    (name, "robust", "fltrust") for name in ("feddane", "fedper", "fedrep", "fedsgd", "fesem_ma", "scaffold")
+}
 
 
 def choices() -> list[Any]:
@@ -50,8 +53,7 @@ def choices() -> list[Any]:
         for field in fields_of(algorithms()[name]).values():
             values = get_args(field.kind) if get_origin(field.kind) is Literal else field.choices
             values = (True, False) if field.kind is bool else values
-            refused = "fltrust" if name in NO_TRUST else None
-            more = [value for value in values if value not in (field.default, refused)]
+            more = [v for v in values if v != field.default and (name, field.name, v) not in REFUSED]
             found += [pytest.param(name, field.name, value, id=f"{name}-{field.name}-{value}") for value in more]
     return found
 
