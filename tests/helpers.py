@@ -28,8 +28,8 @@ def ragged_federation(clients: int = 9, seed: int = 0, reserve: int = 0, **setti
 
 
 def reserved_for(algorithm: Algorithm) -> int:
-    """Indicator samples of each class for methods that have them: fewer than their default, the data are small."""
-    return min(2, getattr(algorithm, "indicators", 0))
+    """Samples of each class for methods whose server has some: fewer than their default, the data are small."""
+    return 2 if getattr(algorithm, "robust", "") == "fltrust" else min(2, getattr(algorithm, "indicators", 0))
 
 
 def setup_of(algorithm: Algorithm, federation: Federation | None = None, **changes: Any) -> Experiment:

@@ -89,6 +89,7 @@ def test_every_method_gives_what_the_loop_gives(name, tmp_path):
 VARIANTS = {
     "ifca with gradients": ("ifca", {"average_of": "gradients", "init": "paper"}),
     "fesem with a proximal term": ("fesem", {"prox": 0.1, "prox_scale": "paper", "init": "random"}),
+    "fesem with a vote": ("fesem", {"vote": True}),
     "md_icfl with privacy": ("md_icfl", {"privacy": "strong", "pseudo_samples": 2, "iterations": 2}),
     "flux by first latents": ("flux", {"latent": "first", "cluster_in": 2}),
     "flux by last latents": ("flux", {"cluster_in": 2}),
@@ -97,6 +98,7 @@ VARIANTS = {
     "apfl": ("apfl", {}),
     "fedrep": ("fedrep", {}),
     "coterie": ("coterie", {"warmup": 0}),
+    "coterie with a vote": ("coterie", {"warmup": 0, "vote": True}),
     "coterie of kinds": ("coterie", {"num_clusters": 2, "warmup": 0, "clear": 0.1}),
 }
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from coterie.engines.mock import MockEngine
-from coterie.methods.feddrift import DriftState, FedDrift, merged_within, model_distances
+from coterie.methods.feddrift import DriftState, FedDrift, model_distances
+from coterie.methods.parts.clustering import merged_within
 from coterie.randomness import Rng
 from coterie.runs.experiment import merge, resolve
 from coterie.runs.loop import Schedule
@@ -57,8 +58,8 @@ def test_linkage_is_complete():
     """A chain does not hold together: its ends are too far apart."""
     places = torch.tensor([0.0, 1.0, 2.1])
     apart = (places.unsqueeze(0) - places.unsqueeze(1)).abs().double()
-    assert merged_within(apart, 1.5).unique(return_counts=True)[1].tolist() in ([2, 1], [1, 2])
-    assert merged_within(apart, 2.2).tolist() == [0, 0, 0]
+    assert merged_within(apart, 1.5, "complete").unique(return_counts=True)[1].tolist() in ([2, 1], [1, 2])
+    assert merged_within(apart, 2.2, "complete").tolist() == [0, 0, 0]
 
 
 def test_the_start_merges_models_that_fit_each_other():

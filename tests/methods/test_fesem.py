@@ -14,6 +14,7 @@ from coterie.randomness import Rng
 from coterie.runs.loop import Schedule
 from tests.helpers import assert_same, finished, outcome, ragged_federation, setup_of, trainer_of
 
+RNG = Rng.seed(0)
 TARGETS = torch.tensor([[0.0, 1.0], [0.0, 1.2], [5.0, 0.0], [5.2, 0.0], [5.1, 0.3]])
 
 
@@ -247,3 +248,28 @@ def test_mean_samples_that_nobody_tells_are_asked_for_again():
         state = method.round(state, engine, engine.everyone(), Rng.seed(number))
         assert state.mean_samples == expected
     assert counted == [1] * 5 + [2] * 5
+
+
+def test_with_auto_the_papers_start_shortens_updates_before_it_clusters_them():
+    """The last client would be a cluster by itself; cut to the median length 8, its update is like those of 2 and 3."""
+    homes = torch.tensor([[0.0, 1.0], [0.0, 2.0], [8.0, 0.0], [9.0, 0.0], [90.0, 1.0]])
+
+    def labels(robust):
+        engine = MockEngine(lambda step, client, sent: {"params": sent + homes[client], "samples": 1}, num_clients=5)
+        method = FeSEM(num_clusters=2, init="paper", robust=robust, robust_share=0.0)
+        return method.start(engine.task, engine, RNG).labels
+
+    found = labels("auto")
+    assert found[0] == found[1]
+    assert found[2] == found[3] == found[4] != found[0]
+    plain = labels("median")
+    assert plain[0] == plain[1] == plain[2] == plain[3] != plain[4]
+
+
+@pytest.mark.parametrize("attack", ["sign_flip", "label_flip", "ipm"])
+def test_attackers_that_look_like_a_kind_take_no_cluster(attack):
+    """With `auto`; with the first clustering of the plain mean, two honest kinds would share a cluster."""
+    hostile = {"attack": attack, "attackers": 0.3, "rounds": 1, "seed": 1}
+    found = coterie.run("fesem", "rotated-digits", set={"algorithm.robust": "auto"}, **hostile)
+    assert found.summary["ari"] == 1.0
+    assert coterie.run("fesem", "rotated-digits", **hostile).summary["ari"] < 0.8

@@ -8,6 +8,7 @@ import torch
 from coterie.client.steps import clearly_lowest
 from coterie.client.work import SGD
 from coterie.engines.mock import MockEngine
+from coterie.errors import ConfigError
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.ifca import IFCA
 from coterie.randomness import Rng
@@ -131,3 +132,9 @@ def test_finds_the_groups_of_rotated_digits(seed):
 
     summary = coterie.run("ifca", "rotated-digits", rounds=8, seed=seed).summary
     assert summary["ari"] == 1.0
+
+
+def test_gradients_have_no_limit_on_admission():
+    with pytest.raises(ConfigError, match=r"admission of IFCA must be 1 with average_of=gradients.* Got 0.5 instead"):
+        IFCA(num_clusters=2, average_of="gradients", admission=0.5).check(9)
+    IFCA(num_clusters=2, admission=0.5).check(9)

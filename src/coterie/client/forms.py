@@ -179,8 +179,8 @@ def scored_on(split: SplitName, asked: Asked) -> Forms:
 
 
 def watched(asked: Asked) -> Forms:
-    """Whether the loss has risen, if that was asked."""
-    return {"alarm": asked.flag()} if "watch" in asked.given else {}
+    """Whether the loss has risen, and whether the model is worse than the one before, if that was asked."""
+    return {name: asked.flag() for name, asks in (("alarm", "watch"), ("worse", "vote")) if asks in asked.given}
 
 
 def mixture(asked: Asked, count: int = 1) -> Forms:

@@ -17,9 +17,9 @@ Attackers are a fixed share of the clients, drawn by the seed. What they do:
   they send is what this training gives.
 
 `alie`, `ipm` and `min_max` know the true updates of all clients that were sent the same model, so a call holds all its
-answers at once. All but `label_flip` and `backdoor` change models, gradients and signatures alike; `hijack` signs as
-its data says. Independently, `corrupt` is the share of all answers that arrive as NaN.
-The scores of a run with attackers are those of the honest clients.
+answers at once. All but `label_flip` and `backdoor` change models, gradients and signatures alike, and vote the
+opposite of what they find; `hijack` signs as its data says. Independently, `corrupt` is the share of all answers that
+arrive as NaN. The scores of a run with attackers are those of the honest clients.
 """
 
 from __future__ import annotations
@@ -155,6 +155,8 @@ class Attack:
                 lost = uniform(self.rng.at("corrupt", point.key).keys(keys), 1)[:, 0] < self.corrupt
                 broken = lost.to(tensors[name].device).reshape(-1, *[1] * (tensors[name].dim() - 1))
                 tensors[name] = torch.where(broken, torch.nan, tensors[name])
+        if "worse" in tensors and self.kind in (*_ALONE, *_TOGETHER):
+            tensors["worse"] = tensors["worse"] ^ here.to(tensors["worse"].device)
         return Answer(**tensors)
 
     def _false(

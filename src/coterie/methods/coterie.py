@@ -65,6 +65,7 @@ from coterie.methods.parts.personal import (
 )
 from coterie.methods.parts.signatures import Signatures
 from coterie.methods.parts.start import by_signature, chosen_by_loss, find_clusters, signatures_tell
+from coterie.methods.parts.vote import Votes
 from coterie.randomness import Rng
 from coterie.settings import setting
 
@@ -109,6 +110,7 @@ def train_member(
     curve: Tensor | None = None,
     balance: Tensor | None = None,
     watch: Tensor | None = None,
+    vote: Tensor | None = None,
     sign: Tensor | None = None,
     finish: Tensor | None = None,
 ) -> Answer:
@@ -124,8 +126,9 @@ def train_member(
         found |= {"losses": as_told(losses).to(models.table.dtype), "held": samples}
         if watch is not None:
             found["alarm"] = has_risen(block, losses[:, 0]) | is_strange(losses[:, 0], curve[:, 0])
+        found |= watched(block, models, None, vote)  # the losses of mixes are adjusted to label proportions
     else:
-        found |= watched(block, models, watch)
+        found |= watched(block, models, watch, vote)
     trained = train_balanced(block, models, work, shares, balance)
     if finish is not None and shares is not None and curve is not None:
         finish_own(block, models, lengthened(work, float(finish)), shares, curve)
@@ -306,6 +309,8 @@ class Coterie(SignedMethod[CoterieState]):
         work, in_trial = self.work(engine), state.tried[members] >= 0
         others, some = members[~in_trial], members[in_trial]
         payload = {"watch": torch.ones(())} if self.guard and state.num_clusters > 1 else {}
+        if self.vote:
+            payload["vote"] = torch.ones(())
         if is_signing:
             payload["sign"] = self._by_class(engine)
         finishing = self._finishing(state, engine)[state.labels[others]]
@@ -457,6 +462,7 @@ class _Update:
         self._average = method.mean_of(state.num_clusters, engine, like=state.centers)
         self._pending, self._alarmed = state.pending.clone(), state.alarmed.clone()
         self.answered = torch.empty(0, dtype=torch.int64)
+        self._votes = Votes(state)
         self.keep = keep  # whether clients have signed, so that their models may be needed again
         self._fits = keep and fits_in_memory(engine.num_clients, engine)
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []  # clients, models, weights
@@ -478,6 +484,7 @@ class _Update:
         self._average.add(answer.params, labels, weights)
         self._models.index_add_(0, labels.to(self._models.device), (weights > 0).to(self._models))
         self.answered = torch.cat([self.answered, clients])
+        self._votes.add(chunk, labels)
         if "losses" in answer:
             there, held = labels.to(self._held.device), answer.held.double()
             self._losses.index_add_(0, there, held.unsqueeze(1) * answer.losses.double())
@@ -498,12 +505,13 @@ class _Update:
         mean = (self._losses / self._held.clamp_min(1e-9).unsqueeze(1)).to(state.curves)
         known = (state.curves != 0).any(1, keepdim=True)
         blend = torch.where(known, _FADES * state.curves + (1 - _FADES) * mean, mean)
-        centers = self._average.means(keep=state.centers)
+        found = self._votes.changes(self._average.means(keep=state.centers))
+        centers: Tensor = found["centers"]
         behind = torch.minimum(state.behind + self._models, torch.clamp_min(self._models, _FEW))
         rate = (self._models / behind.clamp_min(1)).unsqueeze(1)
         after = replace(
             state,
-            centers=centers,
+            **found,
             served=torch.lerp(state.served, centers, rate),
             behind=behind,
             pending=self._pending,

@@ -30,8 +30,6 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
-from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.spatial.distance import squareform
 from torch import Tensor
 
 from coterie.client.steps import train
@@ -39,6 +37,7 @@ from coterie.client.task import Task
 from coterie.engines.base import Engine
 from coterie.methods.base import ClusterState, Repair, register
 from coterie.methods.parts.averaging import Averaging
+from coterie.methods.parts.clustering import merged_within
 from coterie.methods.parts.once import first_clients, judged, trained
 from coterie.methods.parts.start import chosen_by_loss
 from coterie.randomness import Rng
@@ -114,7 +113,7 @@ class FedDrift(Averaging[DriftState]):
         losses = judged(engine, clients, models, rng.at("judge"))
         if bool(losses.isnan().all()):
             return state
-        found = merged_within(model_distances(losses, torch.arange(len(clients))), self.delta)
+        found = merged_within(model_distances(losses, torch.arange(len(clients))), self.delta, "complete")
         labels, past = state.labels.clone(), state.past.clone()
         labels[clients] = found
         past[clients.to(engine.device)] = losses.diagonal().nan_to_num(0.0).to(engine.device)
@@ -127,7 +126,7 @@ class FedDrift(Averaging[DriftState]):
 
     def _merged(self, state: DriftState, rows: Tensor, distances: Tensor, engine: Engine) -> DriftState:
         """The state in which models with these rows [k] and distances [k, k] are merged; the first row remains."""
-        found = merged_within(distances, self.delta)
+        found = merged_within(distances, self.delta, "complete")
         centers, labels, alive = state.centers.clone(), state.labels.clone(), state.alive.clone()
         repairs = list(state.repairs)
         for group in found.unique().tolist():
@@ -179,11 +178,3 @@ def model_distances(losses: Tensor, taken: Tensor) -> Tensor:
     of_models = torch.stack(means).T  # [k, k]: model, data
     excess = of_models - of_models.diagonal().unsqueeze(1)
     return torch.maximum(excess, excess.T).clamp_min(0).nan_to_num(_FAR, posinf=_FAR).fill_diagonal_(0)
-
-
-def merged_within(distances: Tensor, delta: float) -> Tensor:
-    """Clusters [k] by complete linkage of distances [k, k], cut at delta."""
-    if len(distances) == 1:
-        return torch.zeros(1, dtype=torch.int64)
-    tree = linkage(squareform(distances.numpy(), checks=False), method="complete")
-    return torch.from_numpy(fcluster(tree, delta, criterion="distance")).long() - 1

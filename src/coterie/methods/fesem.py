@@ -46,13 +46,18 @@ from coterie.settings import setting
 
 @client_step("coterie.algorithms.fesem:train_near_center", lambda asked: forms.trained(asked) | forms.watched(asked))
 def train_near_center(
-    block: Block, models: Models, work: SGD, mean_samples: Tensor, watch: Tensor | None = None
+    block: Block,
+    models: Models,
+    work: SGD,
+    mean_samples: Tensor,
+    watch: Tensor | None = None,
+    vote: Tensor | None = None,
 ) -> Answer:
     """Train with the proximal weight prox / (m alpha_i), where m alpha_i = samples / mean samples."""
     assert isinstance(work, Proximal)
     prox = (work.prox * mean_samples / block.samples).to(models.table.dtype)  # [c]
-    alarm = watched(block, models, watch)
-    return Answer(**alarm, params=block.train(models, work, prox=prox), samples=block.samples)
+    found = watched(block, models, watch, vote)
+    return Answer(**found, params=block.train(models, work, prox=prox), samples=block.samples)
 
 
 @client_step("coterie.algorithms.fesem:count", lambda asked: {"samples": asked.samples("train")})

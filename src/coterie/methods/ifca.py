@@ -24,6 +24,7 @@ from coterie.client.steps import Answer, ClientStep, clearly_lowest, client_step
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
+from coterie.errors import ConfigError
 from coterie.methods.base import register
 from coterie.methods.parts.centers import CenterMethod, CenterState, RoundUpdate
 from coterie.methods.parts.guard import guarded
@@ -108,6 +109,20 @@ class IFCA(CenterMethod[CenterState]):
         refs = torch.arange(self.num_clusters).expand(len(clients), -1)
         work = self.work(engine)
         return engine.call(step, clients, models=state.centers, refs=refs, each=each, work=work, rng=rng)
+
+    def check(self, num_clients: int) -> None:
+        """See `Algorithm.check`."""
+        super().check(num_clients)
+        if self.vote:
+            raise ConfigError(
+                "vote of IFCA must be false: its clients compare all centers in every round, and choose. "
+                "Got True instead."
+            )
+        if self.admission < 1 and self.average_of == "gradients":
+            raise ConfigError(
+                "admission of IFCA must be 1 with average_of=gradients, where clients move freely. "
+                f"Got {self.admission:g} instead."
+            )
 
     @property
     def watches_losses(self) -> bool:

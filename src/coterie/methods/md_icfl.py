@@ -51,9 +51,11 @@ _SHOWN_PICTURES = 3  # of them kept as pictures
 
 
 @client_step("coterie.algorithms.md_icfl:train_only", lambda asked: forms.model(asked) | forms.watched(asked))
-def train_only(block: Block, models: Models, work: SGD, watch: Tensor | None = None) -> Answer:
-    """Train the received model, and send nothing but the model (and whether the loss has risen)."""
-    return Answer(**watched(block, models, watch), params=block.train(models, work))
+def train_only(
+    block: Block, models: Models, work: SGD, watch: Tensor | None = None, vote: Tensor | None = None
+) -> Answer:
+    """Train the received model, and send nothing but the model (and what `watched` says of its loss)."""
+    return Answer(**watched(block, models, watch, vote), params=block.train(models, work))
 
 
 def counted(asked: Asked) -> Forms:
@@ -63,9 +65,11 @@ def counted(asked: Asked) -> Forms:
 
 
 @client_step("coterie.algorithms.md_icfl:train_and_count", counted)
-def train_and_count(block: Block, models: Models, work: SGD, watch: Tensor | None = None) -> Answer:
+def train_and_count(
+    block: Block, models: Models, work: SGD, watch: Tensor | None = None, vote: Tensor | None = None
+) -> Answer:
     """As `train_only`, with the label counts of now: a client's data may change."""
-    return Answer(**train_only(block, models, work, watch), counts=block.label_counts())
+    return Answer(**train_only(block, models, work, watch, vote), counts=block.label_counts())
 
 
 def placed_by_distance(asked: Asked) -> Forms:

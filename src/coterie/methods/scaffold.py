@@ -89,6 +89,7 @@ class Scaffold(OneModel):
 
     key: ClassVar[str] = "scaffold"
     paper: ClassVar[str] = "Karimireddy et al. 2020"
+    sends_models: ClassVar[bool] = False  # controls, too
     state_type: ClassVar[type[ClusterState]] = ControlState
 
     weighting: Literal["samples", "equal"] = setting("equal", "weight of a client in both means")

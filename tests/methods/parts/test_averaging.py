@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+import coterie
+from coterie.engines.mock import MockEngine
 from coterie.errors import ConfigError
 from coterie.methods.base import algorithms
 from coterie.methods.parts import averaging
-from coterie.methods.parts.averaging import Averaging, HeldModels, UsualModels, is_usual, robust_mean, shortened
+from coterie.methods.parts.averaging import (
+    Averaging,
+    HeldModels,
+    TrustedModels,
+    UsualModels,
+    is_usual,
+    robust_mean,
+    shortened,
+)
 from coterie.methods.parts.clustering import CenterSums
 from coterie.settings import build
 from tests.helpers import finished, ragged_federation, reserved_for, setup_of, trainer_of
@@ -38,6 +48,30 @@ def test_median_of_even_and_odd():
 def test_krum_keeps_those_with_near_neighbours():
     rows = torch.tensor([[0.0, 0.0], [0.1, 0.0], [0.0, 0.1], [0.1, 0.1], [9.0, -9.0]])
     assert robust_mean(rows, "krum", 0.2).tolist() == pytest.approx([0.05, 0.05])
+
+
+def test_bulyan_chooses_by_krum_and_averages_near_the_median():
+    """Seven models, one bad. By hand: Krum chooses 5, 6, 3, 7.5 and 4; 5, 6 and 4 are the nearest to their median."""
+    rows = column(7.5, 4, 0, 3, 5, 6, 100)
+    assert float(robust_mean(rows, "bulyan", 0.1)) == 5.0
+    assert float(robust_mean(rows, "bulyan", 0.0)) == pytest.approx(125.5 / 7)  # none is bad
+    assert float(robust_mean(rows, "krum", 0.1)) == 4.25
+
+
+def test_bulyan_of_too_few_is_the_median():
+    """Six models with one bad, and ten with two: four times as many and three would be needed."""
+    assert float(robust_mean(column(0, 1, 2, 4, 5, 100), "bulyan", 0.1)) == 3.0
+    ten = column(0, 1, 2, 3, 4, 7, 8, 9, 100, 100)
+    assert float(robust_mean(ten, "bulyan", 0.2)) == 5.5
+
+
+def test_bulyan_leaves_out_one_extreme_number_in_an_otherwise_usual_model():
+    """What Krum alone does not see: far from the others in one of many numbers."""
+    rows = torch.randn(11, 400, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    rows[4] = 0
+    rows[4, 7] = 9.0  # shorter than the others, but all in one number
+    assert abs(float(robust_mean(rows, "krum", 0.1)[7])) > 0.5
+    assert abs(float(robust_mean(rows, "bulyan", 0.1)[7])) < 0.5
 
 
 def test_geometric_median_has_the_least_sum_of_distances():
@@ -94,6 +128,50 @@ def test_auto_keeps_the_center_of_a_cluster_without_usual_members():
     assert means.means(keep).tolist() == [[1.0], [7.0]]
 
 
+def test_fltrust_by_hand(monkeypatch):
+    """The server's update is (2, 0). The first has its direction, the second agrees by half the root of two.
+
+    The third is at right angles, the fourth against it. In the other cluster nobody agrees.
+    """
+    engine = MockEngine(lambda *given: {}, num_clients=6)
+    monkeypatch.setattr(averaging, "trained_on_reserved", lambda engine, models, work, rng: models + own)
+    own, keep = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 1.0], [5.0, 5.0]])
+    updates = torch.tensor([[4.0, 0.0], [1.0, 1.0], [0.0, 3.0], [-9.0, 0.0], [0.0, -1.0], [1.0, 0.0]])
+    labels = torch.tensor([0, 0, 0, 0, 1, 1])
+    means = TrustedModels(2, engine)
+    means.add(keep[labels] + updates, labels, torch.ones(6))
+    half = 0.5**0.5
+    # Both are of length 2 then: (2, 0), and (1, 1) times the root of two.
+    expected = [1 + (2 + 1) / (1 + half), 1 + 1 / (1 + half)]
+    assert means.means(keep)[0].tolist() == pytest.approx(expected)
+    assert means.means(keep)[1].tolist() == [5.0, 5.0]
+
+
+def test_fltrust_needs_samples_on_the_server_and_whole_models():
+    def mean_of(key, reserve):
+        run = trainer_of(setup_of(algorithms()[key](robust="fltrust"), ragged_federation(reserve=reserve)))
+        run._start()
+        run._round(1)
+
+    mean_of("fedavg", 2)
+    with pytest.raises(ConfigError, match=r"robust=fltrust of FedAvg needs samples on the server; .*scenario.reserve"):
+        mean_of("fedavg", 0)
+    for key in ("feddane", "fedper", "fedrep", "fedsgd", "scaffold"):
+        with pytest.raises(ConfigError, match=r"robust=fltrust compares whole models .* use another robust mean\."):
+            mean_of(key, 2)
+    with pytest.raises(ConfigError, match=r"here there is none; use another robust mean\."):
+        mean_of("fesem_ma", 2)
+
+
+def test_with_fltrust_sign_flips_do_little_harm():
+    """FedAvg, whose clients are all of one kind; 40 % flip."""
+    given = {"rounds": 8, "attack": "sign_flip", "attackers": 0.4}
+    data = {"scenario.groups": 1, "scenario.reserve": 10}
+    plain = coterie.run("fedavg", "rotated-digits", set=data, **given).summary
+    found = coterie.run("fedavg", "rotated-digits", set=data | {"algorithm.robust": "fltrust"}, **given).summary
+    assert found["accuracy"]["macro"] > plain["accuracy"]["macro"] + 0.2
+
+
 def test_auto_averages_gradients_as_they_are():
     """A gradient is no model: it is not compared with the center."""
     run = trainer_of(setup_of(algorithms()["fedsgd"](robust="auto")))
@@ -115,7 +193,7 @@ def test_a_registered_robust_mean_is_a_choice_of_every_method(monkeypatch):
     monkeypatch.setitem(averaging._ROBUST_MEANS, "lowest", lambda rows, share: rows.amin(0))
     assert float(robust_mean(column(1, 2, 100), "lowest", 0.2)) == 1.0
     assert build(algorithms()["fesem"], {"robust": "lowest"}, "algorithm").robust == "lowest"
-    with pytest.raises(ConfigError, match=r"robust of RobustTKM must be 'none', .*'auto' or 'lowest'\. Got 'foo'"):
+    with pytest.raises(ConfigError, match=r"robust of RobustTKM must be 'none', .*'fltrust' or 'lowest'\. Got 'foo'"):
         build(algorithms()["robust_tkm"], {"robust": "foo"}, "algorithm")
 
 
@@ -132,7 +210,9 @@ def test_each_parameter_by_itself_and_in_pieces(monkeypatch):
     assert torch.equal(robust_mean(rows, "median", 0.2), whole)
 
 
-@pytest.mark.parametrize("kind", ["trimmed_mean", "median", "krum", "geometric_median", "centered_clipping", "auto"])
+@pytest.mark.parametrize(
+    "kind", ["trimmed_mean", "median", "krum", "bulyan", "geometric_median", "centered_clipping", "auto"]
+)
 def test_a_fifth_of_bad_members_hardly_moves_the_center(kind):
     generator = torch.Generator().manual_seed(1)
     good = 1 + 0.1 * torch.randn(16, 30, generator=generator)

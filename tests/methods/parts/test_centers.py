@@ -11,7 +11,7 @@ import torch
 from coterie.data.federation import Split
 from coterie.engines.mock import MockEngine
 from coterie.methods.base import algorithms
-from coterie.methods.parts.centers import CenterMethod, RoundUpdate, Watch
+from coterie.methods.parts.centers import CenterMethod, RoundUpdate, Watch, admitted, tells_outside
 from coterie.methods.parts.clustering import squared_distances
 from coterie.methods.parts.guard import guarded, repaired, split_widest
 from coterie.methods.parts.start import enough_clients, find_clusters, placed, random_start, warm_start
@@ -75,6 +75,88 @@ def state_of(method, engine, centers, labels, **more):
     """A state as it may be in the middle of a run."""
     assert len(labels) == engine.num_clients
     return replace(method.empty_state(engine), centers=torch.tensor(centers), labels=torch.tensor(labels), **more)
+
+
+# ---- clients that are of no kind ----
+
+
+def outside_of(engine, *clients):
+    return torch.zeros(engine.num_clients, dtype=torch.bool).index_fill(0, torch.tensor(clients), True)
+
+
+def test_a_client_outside_keeps_a_label_and_moves_no_center():
+    engine = engine_of(at_home([[0.0, 2.0], [0.0, 4.0], [9.0, 9.0], [8.0, 0.0]]), 4)
+    method = Nearest(num_clusters=2)
+    state = state_of(method, engine, [[0.0, 0.0], [8.0, 0.0]], [0, 0, 0, 1])
+    assert method.round(state, engine, engine.everyone(), RNG).centers.tolist() == [[3.0, 5.0], [8.0, 0.0]]
+    state = replace(state, outside=outside_of(engine, 2))
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert after.centers.tolist() == [[0.0, 3.0], [8.0, 0.0]]
+    assert after.labels.tolist() == [0, 0, 0, 1]
+
+
+def test_a_client_outside_whose_loss_has_risen_does_not_sign_again():
+    engine = engine_of(at_home([[0.0, 2.0], [0.0, 4.0], [8.0, 0.0]], alarm=True), 3)
+    method = Nearest(num_clusters=2)
+    state = state_of(method, engine, [[0.0, 0.0], [8.0, 0.0]], [0, 0, 1], outside=outside_of(engine, 1))
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert after.alarmed.tolist() == [True, False, True]
+    assert after.pending.tolist() == [True, True, True]
+
+
+def test_new_clients_are_outside_if_their_signature_is_far_from_every_cluster():
+    """Clients 0 to 3 have signed at right angles to each other in pairs; of the new, 5 signs against both."""
+    table = torch.tensor([[4.0, 0.1], [4.0, 0.3], [0.1, 4.0], [0.3, 4.0], [4.0, 0.2], [-4.0, -4.0]])
+    engine = engine_of(lambda step, client, sent, watch=None: {"params": sent + table[client], "samples": 1}, 6)
+    method = Nearest(num_clusters=2)
+    rows = torch.nn.functional.normalize(table, dim=1).unsqueeze(1)
+    rows[4:] = 0
+    counts = torch.tensor([[1]] * 4 + [[0]] * 2)
+    state = state_of(method, engine, [[0.0, 0.0], [0.0, 0.0]], [0, 0, 1, 1, -1, -1], signatures=rows, counts=counts)
+    assert tells_outside(state) is False
+    plain = placed(method, state, engine, engine.everyone(), RNG)
+    assert plain.counts.flatten().tolist() == [1] * 6
+    after = placed(
+        method, replace(state, outside=outside_of(engine, 0)[:0].new_zeros(6)), engine, engine.everyone(), RNG
+    )
+    assert after.outside.tolist() == [False] * 5 + [True]
+    assert after.labels[4] == 0
+    assert after.labels[5] >= 0
+    assert after.counts.flatten().tolist() == [1] * 5 + [0]
+    assert after.pending[5]
+
+
+# ---- admission ----
+
+
+def test_a_cluster_admits_a_share_of_its_members_by_key():
+    """Cluster 1 has five members, so 0.4 are two; cluster 0 has three, and takes one at least."""
+    since = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, -1])
+    wanted = torch.tensor([1, 1, 1, 0, 0, 1, 1, 1, 1])
+    keys = torch.tensor([30, 10, 20, 7, 5, 1, 2, 3, 99])
+    assert admitted(since, since, wanted, keys, 0.4).tolist() == [0, 1, 1, 1, 0, 1, 1, 1, 1]
+    assert admitted(since, since, wanted, keys, 0.01).tolist() == [0, 1, 0, 1, 0, 1, 1, 1, 1]
+    assert torch.equal(admitted(since, since, wanted, keys, 1.0), wanted)
+    now = torch.tensor([0, 1, 0, 1, 1, 1, 1, 1, 1])  # one has moved already; the new client does not count
+    assert admitted(since, now, torch.where(now == 0, 1, now), keys, 0.4).tolist() == [0, 1, 1, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("free", FREE)
+def test_clients_that_move_under_a_limit_count_in_no_center(free):
+    """Clients 0 and 1 are at home in cluster 1, which has four members and admits one."""
+    homes = [[8.0, 8.0], [8.0, 6.0], [0.0, 2.0], [8.0, 0.0], [8.0, 0.0], [8.0, 0.0], [8.0, 0.0]]
+    engine = engine_of(at_home(homes), 7)
+    labels = [0, 0, 0, 1, 1, 1, 1]
+    method = Nearest(num_clusters=2, admission=0.25, **free)
+    state = state_of(method, engine, [[0.0, 0.0], [8.0, 0.0]], labels)
+    after = method.round(state, engine, engine.everyone(), RNG)
+    assert sorted(after.labels[:2].tolist()) == [0, 1]
+    first = 0 if engine.keys[0] < engine.keys[1] else 1
+    assert after.labels[first] == 1
+    assert after.centers.tolist() == [[0.0, 2.0], [8.0, 0.0]]
+    unlimited = replace(method, admission=1.0).round(state, engine, engine.everyone(), RNG)
+    assert unlimited.labels.tolist() == [1, 1, 0, 1, 1, 1, 1]
+    assert unlimited.centers[1].tolist() == [8.0, pytest.approx(14 / 6)]
 
 
 # ---- the start ----

@@ -237,6 +237,23 @@ def test_only_clients_of_the_round_choose():
     assert after.pending.tolist() == [True, False, False, True, False, False]
 
 
+def test_a_cluster_admits_so_many_of_those_who_choose_anew_and_the_others_wait():
+    """All six would change places. With three members each, a share of 0.4 is one."""
+    method, engine = FeSEM(num_clusters=2, admission=0.4), mock(round=3)
+    everyone = torch.ones(6, dtype=torch.bool)
+    state = state_of(method, engine, [1, 1, 1, 0, 0, 0], pending=everyone, sent_in_rounds=1000)
+    after = rechosen(method, state, engine, engine.everyone(), RNG)
+    first = [int(engine.keys[:3].argmin()), 3 + int(engine.keys[3:].argmin())]
+    assert (after.labels != state.labels).nonzero().flatten().tolist() == first
+    assert (~after.pending).nonzero().flatten().tolist() == first
+    assert (after.chose_in > 0).nonzero().flatten().tolist() == first
+    assert after.sent_to_choose == 12  # all were asked
+    # One has moved to cluster 0 in this round already.
+    since = state.labels.index_fill(0, torch.tensor([3]), 1)
+    after = rechosen(method, state, engine, engine.everyone(), RNG, since)
+    assert (after.labels != state.labels).nonzero().flatten().tolist() == first[1:]
+
+
 def test_a_client_that_does_not_answer_keeps_its_label():
     def silent(step, client, sent, watch=None, own=None):
         raise TimeoutError("gone")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import adjusted_rand_score
 
 from coterie.methods.parts import signatures
-from coterie.methods.parts.signatures import Means, Signatures, cluster, is_odd, nearest, pair_distances
+from coterie.methods.parts.signatures import Means, Signatures, cluster, is_odd, kinds_in, nearest, pair_distances
 from coterie.randomness import Rng, name_keys
 
 RNG = Rng.seed(0)
@@ -21,10 +21,10 @@ def keys_of(count):
     return name_keys([f"client-{i}" for i in range(count)])
 
 
-def made(kinds=3, members=12, classes=5, width=20, held=3, noise=0.3, seed=0, common=5.0):
+def made(kinds=3, members=12, classes=5, width=20, held=3, noise=0.3, seed=0, common=5.0, equal=0):
     """Signatures: a large part common to all, a part by kind and class, and noise that shrinks with the samples.
 
-    Each client holds `held` of the classes, in very different numbers.
+    Each client holds `held` of the classes, in very different numbers; or with `equal`, so many samples of each.
     """
     rng = Rng.seed(seed)
     true = torch.arange(kinds).repeat(members)
@@ -34,7 +34,7 @@ def made(kinds=3, members=12, classes=5, width=20, held=3, noise=0.3, seed=0, co
     counts = torch.zeros(count, classes, dtype=torch.int64)
     for i in range(count):
         own = rng.at("classes", i).permutation(classes)[:held]
-        counts[i, own] = (1 + 60 * rng.at("sizes", i).uniform(held) ** 3).long()
+        counts[i, own] = equal or (1 + 60 * rng.at("sizes", i).uniform(held) ** 3).long()
     blur = noise * rng.at("noise").normal(count, classes, width) / counts.clamp_min(1).sqrt().unsqueeze(2)
     rows = (shared + of_kind[true] + blur) * (counts > 0).unsqueeze(2)
     return rows, counts, true
@@ -167,6 +167,56 @@ def test_without_a_share_noise_and_copies_are_outliers():
     assert torch.equal(found.outliers, ~good)
     assert adjusted_rand_score(true[good], found.labels[good]) == 1.0
     assert adjusted_rand_score(true[good], labels_of(rows, counts).labels[good]) < 1.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_a_share_attackers_that_lie_alike_are_outside(seed):
+    """Five of the first kind flip their signatures, and five others sign as a kind of their own."""
+    rows, counts, true = made(held=5, seed=seed, equal=20)
+    flip, lie = torch.arange(0, 15, 3), torch.tensor([1, 2, 4, 5, 7])
+    rows[flip] = -rows[flip]
+    rows[lie] += 2 * Rng.seed(seed + 9).normal(5, 20)
+    honest = torch.ones(36, dtype=torch.bool).index_fill(0, torch.cat([flip, lie]), False)
+    found = labels_of(rows, counts, trim=None)
+    assert found.outside is not None
+    assert torch.equal(found.outside, ~honest)
+    assert torch.equal(found.outliers, ~honest)
+    assert adjusted_rand_score(true[honest], found.labels[honest]) == 1.0
+    order = Rng.seed(seed).permutation(36)
+    other = labels_of(rows[order], counts[order], keys=keys_of(36)[order], trim=None)
+    assert torch.equal(other.labels, found.labels[order])
+    assert torch.equal(other.outside, found.outside[order])
+
+
+def test_a_group_against_the_median_of_all_is_no_kind_however_large():
+    """In degrees: three kinds of 3, 3 and 2 around the common direction, and four that point the other way."""
+    degrees = torch.tensor([-60.0, -58, -56, 0, 2, 4, 60, 62, 178, 180, 182, 184])
+    rows = torch.stack([torch.cos(torch.deg2rad(degrees)), torch.sin(torch.deg2rad(degrees))], 1).unsqueeze(1)
+    found = kinds_in(Signatures.of(rows, torch.ones(12, 1)), 3, keys_of(12))
+    assert sorted(found[:3].unique().tolist() + found[3:6].unique().tolist() + found[6:8].unique().tolist()) == [
+        0,
+        1,
+        2,
+    ]
+    assert found[8:].tolist() == [-1] * 4
+
+
+def test_groups_with_few_of_the_clients_are_no_kinds():
+    """Label skew: hardly two clients are alike, and nobody is outside for that."""
+    rows = RNG.at("alone").normal(20, 1, 20)
+    rows[1], rows[3] = rows[0] + 0.1 * rows[1], rows[2] + 0.1 * rows[3]
+    assert kinds_in(Signatures.of(rows, torch.ones(20, 1)), 2, keys_of(20)).tolist() == [-1] * 20
+    assert labels_of(rows, torch.ones(20, 1), 2, trim=None).outside is None
+
+
+def test_beyond_those_compared_clients_are_outside_if_they_are_far(monkeypatch):
+    rows, counts, true = made(held=5, equal=20)
+    keys = torch.arange(36)  # the first are compared
+    monkeypatch.setattr(signatures, "_MOST", 24)
+    rows[33:] = -rows[33:]
+    found = labels_of(rows, counts, keys=keys, trim=None)
+    assert found.outside.tolist() == [False] * 33 + [True] * 3
+    assert adjusted_rand_score(true[:33], found.labels[:33]) == 1.0
 
 
 def test_trimmed_clients_are_outliers_and_are_spread():

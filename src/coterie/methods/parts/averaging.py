@@ -4,7 +4,7 @@ The plain mean streams. A robust mean holds all members' models at once and weig
 only what a client claims. It does not know who is malicious; `robust_share` is the share of bad members it tolerates.
 `auto` needs no share. It leaves out updates that are far longer than those of most clients, whatever their cluster: bad
 clients may be the majority of one cluster, but not of all clients. It shortens the others to the median length of their
-cluster, and averages those that agree.
+cluster, and averages those that agree. `fltrust` compares updates with one that the server has trained on its samples.
 
 To add a robust mean, write one function here and decorate it with `@robust_mean_named`.
 """
@@ -13,18 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from coterie.engines.base import Chunk, Engine
+from coterie.engines.server import trained_on_reserved
+from coterie.errors import ConfigError
 from coterie.methods.base import Algorithm, S
 from coterie.methods.parts.clustering import CenterSums
+from coterie.randomness import Rng
 from coterie.settings import setting
 
 AUTO = "auto"
+TRUST = "fltrust"
 _COLUMNS = 1 << 22  # numbers sorted at a time
 _STEPS = 50  # of Weiszfeld's algorithm and of centered clipping, at most
 _NEAR = 1e-6  # a step shorter than this share of the median distance is the last
@@ -80,10 +84,25 @@ def median(rows: Tensor, share: float) -> Tensor:
 def krum(rows: Tensor, share: float) -> Tensor:
     """Multi-Krum (Blanchard et al. 2017): the mean of the 1 - `share` models closest to their nearest neighbours."""
     num_good = len(rows) - _num_bad(len(rows), share)
-    centered = (rows - rows.mean(0)).double() if rows.numel() <= _COLUMNS else rows - rows.mean(0)
-    distances = torch.cdist(centered, centered).square()  # [m, m]
-    scores = distances.sort(1).values[:, 1 : 1 + max(1, num_good - 2)].sum(1)
-    return rows[scores.argsort(stable=True)[:num_good]].mean(0)
+    return rows[_krum_scores(_squared(rows), num_good - 2).argsort(stable=True)[:num_good]].mean(0)
+
+
+@robust_mean_named("bulyan")
+def bulyan(rows: Tensor, share: float) -> Tensor:
+    """Bulyan (El Mhamdi et al. 2018): Krum chooses models one by one, then values near the median are averaged.
+
+    It needs 4 f + 3 models, where f is the number of bad ones; with fewer it is the median of each parameter.
+    """
+    bad = _num_bad(len(rows), share)
+    if len(rows) < 4 * bad + 3:
+        return median(rows, share)
+    distances, left = _squared(rows), torch.arange(len(rows), device=rows.device)
+    chosen = []
+    for _ in range(len(rows) - 2 * bad):
+        best = int(_krum_scores(distances[left][:, left], len(left) - bad - 2).argmin())
+        chosen.append(int(left[best]))
+        left = left[torch.arange(len(left), device=left.device) != best]
+    return _mean_near_median(rows[chosen], len(chosen) - 2 * bad)
 
 
 @robust_mean_named("geometric_median")
@@ -111,6 +130,15 @@ def agreed_mean(rows: Tensor, share: float) -> Tensor:
     """
     apart = (rows - median(rows, share)).norm(dim=1)
     return rows[apart <= _FAR * _middle(apart)].mean(0)
+
+
+@robust_mean_named(TRUST)
+def fltrust(rows: Tensor, share: float) -> Tensor:
+    """Only for models that clients trained from a center: see `TrustedModels`."""
+    raise ConfigError(
+        "robust=fltrust compares models with what the server has trained from the same center, and here there is none; "
+        "use another robust mean."
+    )
 
 
 def _iterated(rows: Tensor, middle: Tensor, weigh: Callable[[Tensor, Tensor], Tensor], is_step: bool = False) -> Tensor:
@@ -159,6 +187,26 @@ def _mean_between(rows: Tensor, drop: int) -> Tensor:
     """Per column of [m, P], the mean without the `drop` lowest and the `drop` highest values."""
     pieces = rows.split(max(1, _COLUMNS // len(rows)), dim=1)
     return torch.cat([_sorted(piece)[drop : len(rows) - drop].mean(0) for piece in pieces])
+
+
+def _mean_near_median(rows: Tensor, count: int) -> Tensor:
+    """Per column of [m, P], the mean of the `count` values that are closest to the median."""
+    found = []
+    for piece in rows.split(max(1, _COLUMNS // len(rows)), dim=1):
+        away = (piece - _mean_between(piece, (len(piece) - 1) // 2)).abs()
+        found.append(piece.gather(0, away.argsort(dim=0, stable=True)[:count]).mean(0))
+    return torch.cat(found)
+
+
+def _squared(rows: Tensor) -> Tensor:
+    """Squared distances of models [m, P]: [m, m]."""
+    centered = (rows - rows.mean(0)).double() if rows.numel() <= _COLUMNS else rows - rows.mean(0)
+    return torch.cdist(centered, centered).square()
+
+
+def _krum_scores(distances: Tensor, neighbours: int) -> Tensor:
+    """The sum of squared distances [m, m] of each model to its nearest others, at least one: [m]."""
+    return distances.sort(1).values[:, 1 : 1 + max(1, neighbours)].sum(1)
 
 
 def _sorted(rows: Tensor) -> Tensor:
@@ -225,6 +273,33 @@ class UsualModels(HeldModels):
         return centers
 
 
+class TrustedModels(HeldModels):
+    """Weighs updates by their agreement with the server's own: FLTrust (Cao et al. 2021).
+
+    The server trains each center on those of its samples that fit it best. An update counts by its cosine with the
+    server's, not at all if that is negative, and is brought to the server's length. A cluster in which nobody agrees
+    keeps its center.
+    """
+
+    def __init__(self, num_clusters: int, engine: Engine) -> None:
+        super().__init__(num_clusters, lambda cluster, rows, weights: rows.mean(0))
+        self._engine = engine
+
+    def _centers(self, rows: Tensor, labels: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
+        engine = self._engine
+        rng = Rng.seed(0).at("server", engine.round)
+        own = trained_on_reserved(engine, keep, engine.task.work.at(engine.round), rng) - keep  # [K, P]
+        centers, cut = keep.clone(), engine.task.layout.num_parameters
+        for k in range(self._num_clusters):
+            updates = rows[(labels == k) & (weights > 0)] - keep[k]
+            lengths = updates[:, :cut].norm(dim=1).clamp_min(_TINY)
+            length = own[k, :cut].norm()
+            trust = (updates[:, :cut] @ own[k, :cut] / (lengths * length.clamp_min(_TINY))).clamp_min(0)  # [m]
+            if bool(trust.sum() > 0):
+                centers[k] += (trust * length / lengths) @ updates / trust.sum()
+        return centers
+
+
 def add_answers(
     average: Average,
     chunks: Iterable[Chunk],
@@ -253,6 +328,8 @@ def robust_setting(default: str = "none") -> Any:
 class Averaging(Algorithm[S]):
     """A method that averages models."""
 
+    sends_models: ClassVar[bool] = True  # whether all that is averaged is models
+
     robust: str = robust_setting()
     robust_share: float = setting(
         0.2, "share of bad members that a robust mean and the first clustering tolerate", ge=0, lt=0.5
@@ -262,10 +339,27 @@ class Averaging(Algorithm[S]):
         """An empty average of K clusters; `like` [..., P] gives size and type. Gradients are no models."""
         if self.robust == "none":
             return CenterSums(num_clusters, like=like)
+        if self.robust == TRUST:
+            self._require_trust(engine, like, of_models)
         size = engine.num_clients * like.shape[-1] * like.element_size()
         engine.require_memory(size, f"A robust mean holds the models of {engine.num_clients} clients at once:")
+        if self.robust == TRUST:
+            return TrustedModels(num_clusters, engine)
         held = UsualModels if self.robust == AUTO and of_models else HeldModels
         return held(num_clusters, lambda cluster, rows, weights: self.robust_mean(rows))
+
+    def _require_trust(self, engine: Engine, like: Tensor, of_models: bool) -> None:
+        """Raise ConfigError if the server cannot vouch for what clients send."""
+        name = type(self).__name__
+        if engine.reserved is None:
+            raise ConfigError(
+                f"robust=fltrust of {name} needs samples on the server; hold some out with --set scenario.reserve=10."
+            )
+        if not (of_models and self.sends_models) or like.shape[-1] != engine.task.layout.size:
+            raise ConfigError(
+                f"robust=fltrust compares whole models with one that the server has trained, and clients of {name} "
+                "send other things, too; use another robust mean."
+            )
 
     def robust_mean(self, rows: Tensor) -> Tensor:
         """The mean [P] of a cluster's members [m, P] by the settings."""

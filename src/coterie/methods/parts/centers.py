@@ -21,6 +21,7 @@ from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState, num_clusters_setting
 from coterie.methods.parts.averaging import Average, Averaging, samples_of
+from coterie.methods.parts.vote import Votes, is_worse
 from coterie.nets.sketch import sketch_of
 from coterie.randomness import Rng
 from coterie.settings import setting
@@ -37,23 +38,31 @@ _SLACK = 0.1  # ... plus this share of the client's first loss
 
 
 @client_step("coterie.centers:train_member", lambda asked: forms.trained(asked) | forms.watched(asked))
-def train_member(block: Block, models: Models, work: SGD, watch: Tensor | None = None) -> Answer:
-    """Train the model of the client's cluster; with `watch`, say whether the loss had risen before."""
-    return Answer(**watched(block, models, watch), params=block.train(models, work), samples=block.samples)
+def train_member(
+    block: Block, models: Models, work: SGD, watch: Tensor | None = None, vote: Tensor | None = None
+) -> Answer:
+    """Train the model of the client's cluster; before, watch its loss and vote on it (see `watched`)."""
+    return Answer(**watched(block, models, watch, vote), params=block.train(models, work), samples=block.samples)
 
 
-def watched(block: Block, models: Models, watch: Tensor | None) -> dict[str, Tensor]:
+def watched(block: Block, models: Models, watch: Tensor | None, vote: Tensor | None = None) -> dict[str, Tensor]:
     """With `watch`: whether the loss of the sent model is far above the losses of its predecessors, `alarm` [c].
 
-    Only this bit leaves the client. It remembers its past loss and its first one, which gives the scale.
+    With `vote`: whether it is worse than that of the model before, `worse` [c]. Only these bits leave the client. It
+    remembers its past loss and its first one, which gives the scale.
     """
-    if watch is None:
+    if watch is None and vote is None:
         return {}
+    loss = held_out_loss(block, models)
+    found = {} if watch is None else {"alarm": has_risen(block, loss)}
+    return found if vote is None else found | {"worse": is_worse(block, loss)}
+
+
+def held_out_loss(block: Block, models: Models) -> Tensor:
+    """The loss [c] of the sent models on held-out samples; on training samples where a client has held none out."""
     held = block.evaluate(models, "valid")
     loss, has = held["loss"], held["samples"] > 0  # [c]
-    if not bool(has.all()):
-        loss = torch.where(has, loss, block.losses(models))
-    return {"alarm": has_risen(block, loss)}
+    return loss if bool(has.all()) else torch.where(has, loss, block.losses(models))
 
 
 def has_risen(block: Block, loss: Tensor) -> Tensor:
@@ -73,7 +82,15 @@ def has_risen(block: Block, loss: Tensor) -> Tensor:
 class CenterState(ClusterState):
     """The centers, the clients' signatures at the common model, and what the guard remembers."""
 
-    of_clients: ClassVar[tuple[str, ...]] = ("signatures", "counts", "pending", "alarmed", "chose_in")
+    of_clients: ClassVar[tuple[str, ...]] = (
+        "signatures",
+        "counts",
+        "pending",
+        "alarmed",
+        "chose_in",
+        "outside",
+        "judged",
+    )
     stored_as: ClassVar[dict[str, str]] = {**ClusterState.stored_as, "repaired_in": "mended_in"}
 
     signatures: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, L, D]
@@ -81,6 +98,12 @@ class CenterState(ClusterState):
     pending: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [N] should choose a center anew
     alarmed: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [N] pending, its loss has risen
     chose_in: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N] round; 0: never
+    outside: Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.bool)
+    )  # [N] moves no center; empty: unclear
+    judged: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N] cluster + 1 of the center
+    # that the client was last sent and voted on; 0: none. Empty without a vote.
+    past_centers: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, P] of the round before, for the vote
     mean_samples: float = 0.0  # mean sample count of the clients
     sent_in_rounds: int = 0  # models sent and received in rounds so far
     sent_to_choose: float = 0  # models sent so far to clients that chose anew
@@ -107,6 +130,15 @@ class SignedMethod(Averaging[C]):
         True, "repair empty and duplicate clusters, and let clients choose anew when their loss has risen"
     )
     weighting: Literal["equal", "samples"] = setting("samples", "weight of a client in its cluster's mean")
+    vote: bool = setting(
+        False, "members vote on their center by held-out loss; one that most find worse than the last is not taken"
+    )
+    admission: float = setting(
+        1.0,
+        "share of a cluster's members that may come from other clusters in a round, at least one; 1: no limit",
+        gt=0,
+        le=1,
+    )
 
     def first_state(self, engine: Engine, num_clusters: int, **more: Any) -> C:
         """K copies of the common model; no client seen yet."""
@@ -129,6 +161,8 @@ class SignedMethod(Averaging[C]):
         step, payload = self.member_step(state, engine)
         if self.watches_losses and engine.phase == "round":
             payload = payload | {"watch": torch.ones(())}
+        if self.vote and engine.phase == "round":
+            payload = payload | {"vote": torch.ones(())}
         return engine.call(
             step, cohort, models=state.centers, refs=rows, payload=payload, work=self.work(engine), rng=rng
         )
@@ -232,6 +266,7 @@ class RoundUpdate(Generic[C]):
         self._alarmed = state.alarmed.clone()
         self.answered = torch.empty(0, dtype=torch.int64)
         self.watch = Watch(engine, method.guard)
+        self._votes = Votes(state)
 
     def add(self, chunk: Chunk, chosen: Tensor, started: Tensor | None = None) -> None:
         """Assign the clients of a chunk to clusters [c]; -1 keeps the old label.
@@ -239,6 +274,7 @@ class RoundUpdate(Generic[C]):
         `started` [c] are the centers they trained from, if they chose them themselves (IFCA). After a
         warm start and with the guard, another cluster is a proposal: the client keeps its label until it has chosen
         anew. A client whose loss has risen also keeps it, and does not move a center: its data may be of another kind.
+        Where `admission` limits who may move, clients that move count in no center in this round.
         """
         state, clients = self._state, chunk.clients
         before = state.labels[clients]
@@ -250,27 +286,51 @@ class RoundUpdate(Generic[C]):
             self._pending[clients] |= (chosen != before) & (before >= 0) & (rested | (state.chose_in[clients] == 0))
             chosen = torch.where(before >= 0, before, chosen)
         self._labels[clients] = chosen
+        outside = is_outside(state)[clients]
         self._pending[clients] |= alarmed
-        self._alarmed[clients] |= alarmed
-        weights = self._method.weights_of(chunk) * (~alarmed).to(self._engine.device)
+        self._alarmed[clients] |= alarmed & ~outside  # a new signature would not count
+        counts = ~alarmed & ~outside
+        if self._method.admission < 1:
+            counts &= (chosen == before) | (before < 0)
+        weights = self._method.weights_of(chunk) * counts.to(self._engine.device)
         self._average.add(chunk.answer.params, chosen.clamp_min(0), weights)
         self.watch.add(chunk, before if started is None else started, state)
+        self._votes.add(chunk, before)
         self.answered = torch.cat([self.answered, clients])
 
     def averaged(self, **changes: Any) -> C:
         """The state after the round: every center is the mean of its members. `changes` are fields of the method."""
         state = self._state
+        labels = admitted(state.labels, state.labels, self._labels, self._engine.keys, self._method.admission)
         # A client that has moved may have other data now: its signature is of the past.
-        moved = (state.labels >= 0) & (self._labels != state.labels)
+        moved = (state.labels >= 0) & (labels != state.labels)
         return replace(
             without_signatures(state, moved),
-            centers=self._average.means(keep=state.centers),
-            labels=self._labels,
+            **self._votes.changes(self._average.means(keep=state.centers)),
+            labels=labels,
             pending=self._pending,
             alarmed=self._alarmed,
             sent_in_rounds=state.sent_in_rounds + 2 * len(self.answered),
             **changes,
         )
+
+
+def admitted(since: Tensor, now: Tensor, wanted: Tensor, keys: Tensor, share: float) -> Tensor:
+    """The labels [N] of clients that want to move from `now`, if a cluster takes so many from others in a round.
+
+    A cluster takes at most this share of the members that it had at the beginning, `since`, and at least one. Those who
+    have moved since then are counted; of the others the first by their keys are taken. Clients that had no cluster
+    are not limited.
+    """
+    if share >= 1:
+        return wanted
+    labels, moves = wanted.clone(), (wanted != now) & (now >= 0)
+    for k in wanted[moves].unique().tolist():
+        room = max(1, int(share * int((since == k).sum()))) - int(((now == k) & (since != k) & (since >= 0)).sum())
+        coming = (moves & (wanted == k)).nonzero().flatten()
+        late = coming[keys[coming].argsort()][max(0, room) :]
+        labels[late] = now[late]
+    return labels
 
 
 def without_signatures(state: C, which: Tensor) -> C:
@@ -290,6 +350,16 @@ def has_signature(state: CenterState) -> Tensor:
     if len(state.signatures) != len(state.labels):
         return torch.zeros(len(state.labels), dtype=torch.bool)
     return (state.counts > 0).any(1)
+
+
+def tells_outside(state: CenterState) -> bool:
+    """Whether the kinds were so clear at the start that clients of none of them are known."""
+    return len(state.outside) == len(state.labels)
+
+
+def is_outside(state: CenterState) -> Tensor:
+    """Which clients move no center, because they were of none of the kinds, bool [N]."""
+    return state.outside if tells_outside(state) else torch.zeros(len(state.labels), dtype=torch.bool)
 
 
 def update_of(params: Tensor, state: ClusterState, engine: Engine) -> Tensor:

@@ -6,6 +6,7 @@ Nothing here sees true groups or test data, and no result depends on the order o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +37,17 @@ def cosine_distances(rows: Tensor, centers: Tensor) -> Tensor:
     """1 - cosine of each row [c, D] with each center [K, D]: [c, K]; a zero vector is at distance 1."""
     cosines: Tensor = normalize(rows, dim=1) @ normalize(centers, dim=1).T
     return 1 - cosines
+
+
+def merged_within(distances: Tensor, limit: float, linkage: Literal["average", "complete"]) -> Tensor:
+    """Groups [n] by linkage of distances [n, n], whose diagonal is zero; two merge up to this distance."""
+    from scipy.cluster import hierarchy  # slow to import, and few runs need it
+    from scipy.spatial.distance import squareform
+
+    if len(distances) == 1:
+        return torch.zeros(1, dtype=torch.int64)
+    tree = hierarchy.linkage(squareform(distances.numpy(), checks=False), method=linkage)
+    return torch.from_numpy(hierarchy.fcluster(tree, limit, criterion="distance")).long() - 1
 
 
 class CenterSums:

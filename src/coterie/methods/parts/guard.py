@@ -30,6 +30,8 @@ from coterie.methods.parts.centers import (
     RoundUpdate,
     SignedMethod,
     Watch,
+    admitted,
+    is_outside,
     without_signatures,
 )
 from coterie.methods.parts.clustering import kmeans
@@ -48,7 +50,8 @@ def guarded(method: CenterMethod[C], before: C, update: RoundUpdate[C], engine: 
     found = repaired(method, before, after, engine, update.watch, rng)
     if found is not after or not method.watches_losses:
         return found  # clients choose when the repair has taken effect
-    return rechosen(method, with_misplaced(after, engine), engine, update.answered, rng.at("choose"))
+    after = with_misplaced(after, engine)
+    return rechosen(method, after, engine, update.answered, rng.at("choose"), before.labels)
 
 
 def with_misplaced(state: C, engine: Engine) -> C:
@@ -61,8 +64,13 @@ def with_misplaced(state: C, engine: Engine) -> C:
     return replace(state, pending=state.pending | wrong) if bool(wrong.any()) else state
 
 
-def rechosen(method: SignedMethod[C], state: C, engine: Engine, answered: Tensor, rng: Rng) -> C:
-    """Let pending clients that took part in the round choose their cluster anew."""
+def rechosen(
+    method: SignedMethod[C], state: C, engine: Engine, answered: Tensor, rng: Rng, since: Tensor | None = None
+) -> C:
+    """Let pending clients that took part in the round choose their cluster anew.
+
+    A cluster admits as many as the method allows, where `since` are the labels before the round; the others wait.
+    """
     waiting = answered[state.pending[answered]]
     waiting = waiting[engine.keys[waiting].argsort()]
     waiting = waiting[(~state.alarmed[waiting]).int().argsort(stable=True)]  # first those whose loss has risen
@@ -72,7 +80,9 @@ def rechosen(method: SignedMethod[C], state: C, engine: Engine, answered: Tensor
     engine.begin(engine.round, "repair")
     found = choose_anew(method, state, engine, waiting, room, rng)
     engine.begin(engine.round, "round")
-    labels = state.labels.index_copy(0, found.clients, found.labels)
+    wanted = state.labels.index_copy(0, found.clients, found.labels)
+    labels = admitted(state.labels if since is None else since, state.labels, wanted, engine.keys, method.admission)
+    found = found.only(labels[found.clients] == found.labels)
     moved = labels != state.labels
     # The signature of a client whose data has changed is of the past, unless it has just been renewed.
     state = with_signatures(without_signatures(state, moved & state.alarmed), found.clients, found)
@@ -95,6 +105,10 @@ def repaired(method: CenterMethod[C], before: C, after: C, engine: Engine, watch
     if not watch or method.num_clusters < 2 or engine.round - after.repaired_in < REST:
         return after
     clients, started, updates = watch.result()
+    inside = ~is_outside(after)[clients]
+    if not bool(inside.any()):
+        return after
+    clients, started, updates = clients[inside], started[inside], updates[inside.to(updates.device)]
     if int((after.labels >= 0).sum()) < enough_clients(method.num_clusters, engine.num_clients):
         return after  # a cluster without members may have some that were not seen yet
     broken, reason = _find_broken(after, updates, engine)
@@ -119,7 +133,10 @@ def repaired(method: CenterMethod[C], before: C, after: C, engine: Engine, watch
     if not bool((labels[answered] == broken).any()):
         return after  # no model for the free center
     reason += f": cluster {wide} was split into {len(members) - len(leaving)} and {len(leaving)} clients"
-    after = replace(after, centers=average.means(keep=after.centers), labels=labels, repaired_in=engine.round)
+    # Two centers are others now: there is nothing to vote on in the next round.
+    judged = after.judged[:0]
+    centers = average.means(keep=after.centers)
+    after = replace(after, centers=centers, labels=labels, judged=judged, repaired_in=engine.round)
     return recorded(after, broken, reason, engine)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
+from coterie.methods.parts.clustering import merged_within
 from coterie.randomness import Rng, race
 
 _MOST = 2000  # clients whose pairs are compared; others join the cluster they are nearest to
@@ -28,6 +29,8 @@ _ITERATIONS = 50
 _LONG = 10.0  # times the median length: longer rows are shortened, so that no client decides alone
 _ALIKE = 0.8  # a client is in doubt if its distance to the nearest cluster is more than this share of the next
 _LONELY, _COPIED = 4.0, 0.05  # times the usual distance to the second nearest other: beyond it, a signature is odd
+_APART = 2.5  # times the usual distance: groups whose members are further apart on average are different kinds
+_MOST_OF_ALL = 0.5  # groups that are taken for the kinds of honest clients have more than this share of the clients
 _FEW = 5  # samples; a client with fewer is in doubt too
 
 
@@ -63,6 +66,7 @@ class Clustering:
     labels: Tensor  # int64 [n], on the CPU
     outliers: Tensor  # bool [n]: like no cluster; they have a label but should move no center
     in_doubt: Tensor  # bool [n]: about as near to a second cluster
+    outside: Tensor | None = None  # bool [n]: of no kind; they should never move a center. None: kinds are not clear
 
 
 def cluster(
@@ -72,7 +76,8 @@ def cluster(
 
     With `trim`, the `trim` signatures that are farthest from their clusters are outliers: they are left out of the
     means, and those near no cluster are spread over all clusters. They may be attackers, and one cluster would be the
-    nearest to most of them by a little. With `trim=None`, outliers are those that are alone or copies (`is_odd`).
+    nearest to most of them by a little. With `trim=None` the clusters are the kinds that `kinds_in` finds, and all
+    others are outside; if it finds none, outliers are those that are alone or copies (`is_odd`).
     """
     some = torch.arange(len(found))
     if len(found) > _MOST:
@@ -80,6 +85,9 @@ def cluster(
     some = some[found.counts[some.to(found.counts.device)].sum(1).cpu() > 0]
     odd = torch.zeros(len(found), dtype=torch.bool, device=found.rows.device)
     if trim is None and len(some) > 2:
+        kinds = kinds_in(found.at(some), num_clusters, keys[some])
+        if bool((kinds >= 0).any()):
+            return _by_kind(found, some, kinds, num_clusters)
         odd[some] = is_odd(found.at(some))
         some = some[~odd[some].cpu()]
     trim = max(0, min(trim or 0, len(some) - num_clusters))
@@ -104,6 +112,46 @@ def cluster(
     return Clustering(labels.cpu(), (~kept).cpu(), _in_doubt(angles, found.counts).cpu())
 
 
+def kinds_in(found: Signatures, num_clusters: int, keys: Tensor) -> Tensor:
+    """The K kinds of clients that are probably honest, [n]; -1: of none of them. All -1 if kinds are not clear.
+
+    Clients fall into groups by average linkage of their pair distances. Attackers that lie by a rule of their own are
+    groups of their own, and noise is alone. Attackers may be as many as a kind, but not most of all clients: so the
+    kinds are the K largest groups that point in the direction of the median over all clients, and if they do not have
+    most clients together, the groups tell nothing. Copies are in no group.
+    """
+    kinds = torch.full((len(found),), -1)
+    rest = (~is_copy(found)).nonzero().flatten().cpu()
+    if len(rest) < 3:
+        return kinds
+    some = found.at(rest)
+    distances = _others(some)
+    usual = distances.sort(1).values[:, 1].median()
+    groups = merged_within(distances.cpu().double().fill_diagonal_(0), float(_APART * usual), "average")
+    agrees = _with_median(some).cpu()
+    sizes = torch.bincount(groups)
+    order = sorted(range(len(sizes)), key=lambda g: (-int(sizes[g]), int(keys[rest][groups == g].min())))
+    chosen = [g for g in order if int(sizes[g]) > 1 and float(agrees[groups == g].mean()) > 0][:num_clusters]
+    if len(chosen) < num_clusters or int(sizes[chosen].sum()) <= _MOST_OF_ALL * len(found):
+        return kinds
+    for kind, group in enumerate(chosen):
+        kinds[rest[groups == group]] = kind
+    return kinds
+
+
+def _by_kind(found: Signatures, some: Tensor, kinds: Tensor, num_clusters: int) -> Clustering:
+    """A clustering by the kinds [m] of some clients [m]; those with -1 are outside.
+
+    Other clients have the label of the nearest kind, and are outside if they are far from all.
+    """
+    inside = kinds >= 0
+    members = found.at(some[inside])
+    labels, in_doubt = nearest(found, members, kinds[inside], num_clusters)
+    outside = is_far(found, members, kinds[inside]).index_copy(0, some, ~inside)
+    labels = labels.clamp_min(0).index_copy(0, some[inside], kinds[inside])
+    return Clustering(labels, outside, in_doubt | outside, outside)
+
+
 def nearest(new: Signatures, members: Signatures, labels: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
     """The clusters nearest to new signatures [n], and whether each is in doubt; -1 where none can be compared."""
     there = labels.to(members.rows.device)
@@ -111,6 +159,16 @@ def nearest(new: Signatures, members: Signatures, labels: Tensor, num_clusters: 
     distances, angles = means.distances(new)
     chosen = distances.argmin(1).where(distances.isfinite().any(1), -1)
     return chosen.cpu(), _in_doubt(angles, new.counts).cpu()
+
+
+def is_far(new: Signatures, members: Signatures, labels: Tensor) -> Tensor:
+    """Which new signatures are further from every cluster than members of one kind are from theirs, bool [n]."""
+    there, kept = labels.to(members.rows.device), torch.ones(len(labels), dtype=torch.bool, device=members.rows.device)
+    means = Means.of(members, there, kept, int(labels.max()) + 1)
+    own = means.distances(members, there, kept)[1].gather(1, there.unsqueeze(1))[:, 0]
+    least = means.distances(new)[1].amin(1)
+    far: Tensor = least.isfinite() & (least > _APART * own[own.isfinite()].median())
+    return far.cpu()
 
 
 def nearest_others(found: Signatures, labels: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
@@ -246,20 +304,42 @@ def is_odd(found: Signatures) -> Tensor:
     Clients of one kind resemble each other up to the noise of their samples. Noise in place of a signature resembles
     nothing; attackers that agree on a signature resemble each other without noise.
     """
-    distances, comparable = pair_distances(found)
-    distances = distances.where(comparable > 0, 1.0).fill_diagonal_(torch.inf)
-    second = distances.sort(1).values[:, 1]
-    usual = second.median()
-    odd: Tensor = (second > _LONELY * usual) | (second < _COPIED * usual)
+    second = _others(found).sort(1).values[:, 1]
+    odd: Tensor = (second > _LONELY * second.median()) | is_copy(found)
     return odd
+
+
+def is_copy(found: Signatures) -> Tensor:
+    """Which signatures at least two others have sent too, bool [n]."""
+    second = _others(found).sort(1).values[:, 1]
+    same: Tensor = second < _COPIED * second.median()
+    return same
+
+
+def _others(found: Signatures) -> Tensor:
+    """Distances to the other clients, [n, n]; 1 where no class is shared, infinite to oneself."""
+    distances, comparable = pair_distances(found)
+    return distances.where(comparable > 0, 1.0).fill_diagonal_(torch.inf)
+
+
+def _median(found: Signatures) -> Tensor:
+    """The median signature over the clients that hold a class, [L, D]."""
+    missing = found.rows.new_tensor(torch.nan)
+    middle: Tensor = found.rows.where((found.counts > 0).unsqueeze(2), missing).nanmedian(0).values.nan_to_num()
+    return middle
+
+
+def _with_median(found: Signatures) -> Tensor:
+    """The cosine of each signature with the median, on the classes it holds: [n]."""
+    middle = _median(found) * (found.counts > 0).unsqueeze(2)
+    cosines: Tensor = (normalize(found.rows.flatten(1), dim=1) * normalize(middle.flatten(1), dim=1)).sum(1)
+    return cosines
 
 
 def _from_median(found: Signatures) -> Tensor:
     """The mean squared distance of each signature to the median over clients, on the classes it holds: [n]."""
     holds = (found.counts > 0).to(found.rows)  # [n, L]
-    missing = found.rows.new_tensor(torch.nan)
-    middle = found.rows.where(holds.unsqueeze(2) > 0, missing).nanmedian(0).values.nan_to_num()  # [L, D]
-    away = (found.rows - middle).square().sum(2)
+    away = (found.rows - _median(found)).square().sum(2)
     return (away * holds).sum(1) / holds.sum(1).clamp_min(1)
 
 

@@ -20,8 +20,16 @@ from coterie.client.steps import choose, signature_shape, train_and_sign
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState
 from coterie.methods.parts import signatures
-from coterie.methods.parts.averaging import AUTO, Average, fits_in_memory, samples_of
-from coterie.methods.parts.centers import C, CenterMethod, CenterState, SignedMethod, has_signature
+from coterie.methods.parts.averaging import AUTO, Average, fits_in_memory, samples_of, shortened
+from coterie.methods.parts.centers import (
+    C,
+    CenterMethod,
+    CenterState,
+    SignedMethod,
+    has_signature,
+    tells_outside,
+    without_signatures,
+)
 from coterie.methods.parts.clustering import kmeans
 from coterie.methods.parts.signatures import Clustering, Signatures
 from coterie.nets.sketch import sketch_of
@@ -73,7 +81,7 @@ def warm_start(method: CenterMethod[C], state: C, engine: Engine, rng: Rng) -> C
     answered, clustering = found
     labels, pending = state.labels.clone(), state.pending.clone()
     labels[answered], pending[answered] = clustering.labels, clustering.in_doubt
-    return replace(
+    state = replace(
         state,
         centers=average.means(keep=state.centers),
         labels=labels,
@@ -82,6 +90,15 @@ def warm_start(method: CenterMethod[C], state: C, engine: Engine, rng: Rng) -> C
         signatures=kept.rows,
         counts=kept.counts,
     )
+    if clustering.outside is None:
+        return state
+    outside = torch.zeros_like(pending).index_copy(0, answered, clustering.outside)
+    if bool(outside.any()):
+        engine.notes.append(
+            f"robust=auto: {int(outside.sum())} of {len(answered)} clients are like none of the {state.num_clusters} "
+            "kinds; they are served with the model of the nearest, but move no center"
+        )
+    return without_signatures(replace(state, outside=outside), outside)  # they are no evidence for a cluster
 
 
 def first_models_start(method: CenterMethod[C], state: C, engine: Engine, rng: Rng) -> C:
@@ -97,7 +114,9 @@ def first_models_start(method: CenterMethod[C], state: C, engine: Engine, rng: R
 
     def cluster(answered: Tensor) -> Clusters:
         trim, count = int(method.trimmed * len(answered)), min(method.num_clusters, len(answered))
-        return kmeans(torch.cat(rows), count, rng.at("k-means"), engine.keys[answered], method.restarts, trim=trim)
+        # A long update would be a cluster by itself.
+        updates = shortened(torch.cat(rows)) if method.robust == AUTO else torch.cat(rows)
+        return kmeans(updates, count, rng.at("k-means"), engine.keys[answered], method.restarts, trim=trim)
 
     average = method.average(state, engine)
     found = cluster_models(train, collect, cluster, average, engine, engine.everyone(), method.weights_of)
@@ -164,8 +183,9 @@ def cluster_models(
     for chunk in again:
         weights = weights_of(chunk)
         average.add(chunk.answer.params, labels[chunk.clients], weights * inside[chunk.clients].to(weights.device))
-    in_doubt = found.in_doubt if isinstance(found, Clustering) else torch.zeros_like(found.outliers)
-    return who, Clustering(found.labels, found.outliers, in_doubt)
+    if isinstance(found, Clustering):
+        return who, found
+    return who, Clustering(found.labels, found.outliers, torch.zeros_like(found.outliers))
 
 
 def compact(rows: Tensor, engine: Engine, rng: Rng) -> Tensor:
@@ -237,6 +257,7 @@ class Found:
     in_doubt: Tensor  # bool [n]
     signatures: Tensor | None = None  # [n, L, D]; None: they chose by loss
     counts: Tensor | None = None  # [n, L]
+    outside: Tensor | None = None  # bool [n]: like no cluster; None: nobody is outside
 
 
 def placed(method: SignedMethod[C], state: C, engine: Engine, cohort: Tensor, rng: Rng) -> C:
@@ -247,7 +268,11 @@ def placed(method: SignedMethod[C], state: C, engine: Engine, cohort: Tensor, rn
     found = find_clusters(method, state, engine, new, rng.at("place"))
     labels, pending = state.labels.clone(), state.pending.clone()
     labels[new], pending[new] = found.labels, found.in_doubt
-    return with_signatures(replace(state, labels=labels, pending=pending), new, found)
+    state = with_signatures(replace(state, labels=labels, pending=pending), new, found)
+    if found.outside is None or not bool(found.outside.any()):
+        return state
+    outside = state.outside.index_copy(0, new, found.outside)
+    return without_signatures(replace(state, outside=outside, pending=pending | outside), outside)
 
 
 def with_signatures(state: C, clients: Tensor, found: Found | Anew) -> C:
@@ -271,16 +296,19 @@ def find_clusters(method: SignedMethod[C], state: C, engine: Engine, clients: Te
     members = Signatures.of(state.signatures[known.to(state.signatures.device)], state.counts[known])
     rows = state.signatures.new_zeros(len(clients), *state.signatures.shape[1:])
     counts = torch.zeros(len(clients), state.counts.shape[1], dtype=torch.int64)
+    outside = torch.zeros_like(doubt) if tells_outside(state) else None
     for chunk in method.sign(state, engine, clients, rng):
         own, held = signatures_in(chunk, method, state, engine)
         where = chunk.positions
         rows[where.to(rows.device)], counts[where] = own.to(rows), held
         new = Signatures(own, held.to(own))
+        if outside is not None:
+            outside[where] = signatures.is_far(new, members, state.labels[known])
         labels[where], doubt[where] = signatures.nearest(new, members, state.labels[known], state.num_clusters)
     lost = ((labels < 0) & (counts > 0).any(1)).nonzero().flatten()  # they share no class with any member
     if len(lost):
         labels[lost] = chosen_by_loss(state, engine, clients[lost], rng.at("lost"))
-    return Found(labels, doubt, rows, counts)
+    return Found(labels, doubt, rows, counts, outside)
 
 
 def chosen_by_loss(state: ClusterState, engine: Engine, clients: Tensor, rng: Rng, own: Tensor | None = None) -> Tensor:
@@ -334,6 +362,12 @@ class Anew:
     signatures: Tensor  # [n, L, D] of those that signed again
     counts: Tensor  # [n, L]; all 0: did not sign again
     sent: float  # models sent to clients
+
+    def only(self, which: Tensor) -> Anew:
+        """Some of them, bool [n]; what was sent stays."""
+        there = which.to(self.signatures.device)
+        parts = self.clients[which], self.labels[which], self.signatures[there], self.counts[which]
+        return Anew(*parts, self.sent)
 
 
 def by_signature(state: CenterState) -> tuple[Tensor, Tensor]:
