@@ -400,7 +400,7 @@ def _resumed(
     import tomllib
 
     there, here = folder.config(), tomllib.loads(to_toml(experiment.tables()))
-    check_same(folder.path, there, here, ("rounds", "device"), "name")
+    check_same(folder.path, there, here, experiment.defaults(), ("rounds", "device"), "name")
     rounds = experiment.schedule.rounds
     before = there["run"].get("rounds", rounds)
     if folder.summary() is not None and rounds == before:

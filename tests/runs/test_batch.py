@@ -14,6 +14,7 @@ from coterie.errors import Interrupted, RunError
 from coterie.runs import batch
 from coterie.runs.batch import Case, Clock, Loader, Outcome, check_cases, check_folders, run_cases
 from coterie.runs.experiment import resolve_each
+from coterie.runs.folder import RunFolder
 from coterie.runs.settings import apply_set
 
 # A fixed plan: nothing is compiled or measured, and sums do not depend on the number of threads.
@@ -229,3 +230,19 @@ def test_the_time_left_counts_only_runs_of_this_call(monkeypatch: pytest.MonkeyP
     assert clock.left(Outcome(case, {})) is None
     now[0] = 32
     assert clock.left(Outcome(case, {})) == 2 * 7
+
+
+def test_a_run_of_an_earlier_version_has_the_defaults_of_fields_that_it_did_not_write(tmp_path):
+    (case,) = cases_of(["fesem"], [0])
+    folder = RunFolder.create(tmp_path, case.place, "", case.tables)
+    folder.unlock()
+    path = folder.path / "config.toml"
+    lines = path.read_text().splitlines()
+    old = [line for line in lines if not line.startswith(("admission", "momentum"))]
+    assert len(old) == len(lines) - 2
+    path.write_text("\n".join(old))
+    check_folders([case], tmp_path)
+    old.insert(old.index("[work]") + 1, "momentum = 0.5")
+    path.write_text("\n".join(old))
+    with pytest.raises(RunError, match="work.momentum is 0.5 there and 0.0 here"):
+        check_folders([case], tmp_path)

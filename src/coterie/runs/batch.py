@@ -183,7 +183,8 @@ def check_folders(cases: Sequence[Case], root: Path, ignored: Sequence[str] = ()
         path = root / case.place
         if not (path / "config.toml").exists():
             continue
-        check_same(path, RunFolder(path).config(), tomllib.loads(to_toml(case.tables)), ignored, option)
+        here = tomllib.loads(to_toml(case.tables))
+        check_same(path, RunFolder(path).config(), here, case.experiment.defaults(), ignored, option)
 
 
 Watch = Callable[[Case], AbstractContextManager[Listener | None]]

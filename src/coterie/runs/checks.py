@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from coterie.errors import CheckpointError, RunError
 from coterie.runs.files import Files, reason
 from coterie.runs.metrics import METRICS, QUANTILES, SCORES
-from coterie.runs.settings import Schedule
-from coterie.settings import fields_of
 
 if TYPE_CHECKING:  # readers of folders do not wait for torch
     from coterie.data.federation import Federation
@@ -64,17 +62,21 @@ def check_settings(stored: Any, now: Mapping[str, Any], where: object, override:
 
 
 def check_same(
-    path: Path, there: Mapping[str, Any], here: Mapping[str, Any], ignored: Collection[str], option: str
+    path: Path,
+    there: Mapping[str, Any],
+    here: Mapping[str, Any],
+    defaults: Mapping[str, Mapping[str, Any]],
+    ignored: Collection[str],
+    option: str,
 ) -> None:
     """Raise if the settings in a folder are not those asked for; `ignored` are fields of [run] that may differ.
 
-    A field of [run] that an earlier version did not write has its default there.
+    A field that an earlier version did not write has its default there (`defaults`, by table).
     """
-    defaults = {name: field.default for name, field in fields_of(Schedule).items()}
     for table in here:
-        own, other = here[table], there.get(table, {})
+        own, other, usual = here[table], there.get(table, {}), defaults.get(table, {})
         for key in sorted({*own, *other} - ({*ignored} if table == "run" else set())):
-            before = other.get(key, defaults.get(key) if table == "run" else None)
+            before = other.get(key, usual.get(key))
             if own.get(key) != before:
                 raise RunError(
                     f"{path} has other settings: {table}.{key} is {before!r} there and {own.get(key)!r} here. "

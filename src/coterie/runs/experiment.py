@@ -14,7 +14,7 @@ from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.dataset import Dataset, find_preset, source_class
 from coterie.data.federation import Federation
-from coterie.data.scenario import Scenario
+from coterie.data.scenario import Common, Scenario
 from coterie.errors import ConfigError, UnknownName
 from coterie.methods.base import Algorithm, find_algorithm, is_registered
 from coterie.nets.flat import LOSSES, Loss
@@ -133,6 +133,12 @@ class Experiment:
         """The whole path of the user's file; None for other data."""
         found = self._source_values().get("path")
         return None if found is None else str(found)
+
+    def defaults(self) -> Tables:
+        """The defaults of what `tables` holds, where there are any."""
+        classes: dict[str, type] = {"run": Schedule, "scenario": Common}
+        classes |= {"algorithm": type(self.algorithm), "work": type(self.work)}
+        return {name: {key: field.default for key, field in fields_of(cls).items()} for name, cls in classes.items()}
 
     def tables(self) -> Tables:
         """The settings as config.toml holds them."""
