@@ -36,8 +36,9 @@ class FedMedian(Algorithm):
 
     def round(self, state: ClusterState, engine: Engine, cohort: Tensor, rng: Rng) -> ClusterState:
         rows = torch.zeros(len(cohort), dtype=torch.int64)  # every client gets center 0
-        limit = torch.tensor(self.limit, device=engine.device)
-        call = engine.call(train_clipped, cohort, models=state.centers, refs=rows, payload={"limit": limit}, rng=rng)
+        payload = {"limit": torch.tensor(self.limit, device=engine.device)}
+        work = engine.task.work.at(engine.round)  # with this round's learning rate
+        call = engine.call(train_clipped, cohort, models=state.centers, refs=rows, payload=payload, work=work, rng=rng)
         updates = torch.cat([chunk.answer.update for chunk in call])  # [C, P]
         labels = state.labels.index_fill(0, cohort, 0)
         return replace(state, centers=state.centers + updates.median(0).values, labels=labels)

@@ -33,6 +33,18 @@ def test_own_algorithm_is_short_and_the_same_on_both_engines(capsys):
     assert len([line for line in body.splitlines() if line.strip()]) < 40
 
 
+@pytest.mark.parametrize("method", ["examples.own_algorithm:FedMedian", "examples.own_personalized:Blend"])
+def test_own_methods_follow_the_schedule(method, monkeypatch):
+    import coterie
+
+    monkeypatch.syspath_prepend(str(EXAMPLES[0].parents[1]))
+    runs = [
+        coterie.run(method, "rotated-digits", rounds=2, clients=4, schedule=schedule)
+        for schedule in ("constant", "cosine")
+    ]
+    assert runs[0].summary["loss"]["macro"] != runs[1].summary["loss"]["macro"]
+
+
 def test_public_names_are_what_can_be_imported():
     import coterie
 

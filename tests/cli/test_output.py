@@ -188,7 +188,7 @@ def shown(summary: dict[str, Any]) -> str:
             "round 3: cluster 1 was empty",
             "2 kinds found.",
             "Round 4: cluster 0 was cut into 2 (3, 1 clients), z = 236, q = 36.",
-            "q: benefit of models of their own over their cost, 1 = even.",
+            "q: benefit of separate models divided by their cost; 1 means break-even.",
             "failed answers",
             "2: 2 gone",
             "gaussian by 2 clients",

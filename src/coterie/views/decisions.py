@@ -10,7 +10,7 @@ Found = Mapping[str, Any]  # a `Decision`, perhaps read from a file
 
 ABOUT = {
     "z": "evidence that the parts differ, in standard deviations of noise",
-    "q": "benefit of models of their own over their cost, 1 = even",
+    "q": "benefit of separate models divided by their cost; 1 means break-even",
     "t": "gain of the clients that tried the cut for a round, in standard errors",
 }
 _INFINITE = 1e9  # files have no infinity
