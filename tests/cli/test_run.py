@@ -399,6 +399,20 @@ def narrow():
 def number():
     return 3
 
+class Typo(nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+
+    def forward(self, x):
+        return super().forward(x.flat(1))
+
+class Unknown(Typo):
+    def forward(self, x):
+        return flatten(x)
+
+def unready():
+    return [][1]
+
 thing = 3
 """
 
@@ -418,6 +432,22 @@ thing = 3
 def test_networks_that_do_not_fit(command: Command, model: str, said: str):
     Path("refused_networks.py").write_text(NETWORKS)
     assert said in command("run", *TINY, "--model", model).error
+    assert no_run_was_made()
+
+
+@pytest.mark.parametrize(
+    ("model", "said", "line"),
+    [
+        ("Typo", "Typo cannot take samples of shape (1, 8, 8): AttributeError: ", "x.flat(1)"),
+        ("Unknown", "Unknown cannot take samples of shape (1, 8, 8): NameError: ", "return flatten(x)"),
+        ("unready", "model refused_networks:unready could not be built: IndexError: ", "return [][1]"),
+    ],
+)
+def test_a_mistake_in_a_network_has_its_line(command: Command, model: str, said: str, line: str):
+    Path("refused_networks.py").write_text(NETWORKS)
+    error = command("run", *TINY, "--model", f"refused_networks:{model}").error
+    assert error.startswith(said)
+    assert error.endswith(f"refused_networks.py, line {NETWORKS[: NETWORKS.index(line)].count(chr(10)) + 1})")
     assert no_run_was_made()
 
 

@@ -106,8 +106,33 @@ WRONG = {
     ),
     "labels out of range": (
         (RETURNED, "return replace(state, labels=labels + 99)"),
-        r"Mine\.round \({}\) returned a wrong state: labels are out of range\.",
+        r"Mine\.round \({}\) returned a wrong state: labels are out of range: 99, with 1 cluster \(-1 to 0\)\.",
         ROUND,
+    ),
+    "labels of a cluster without a center": (
+        (RETURNED, "return replace(state, labels=labels + 1)"),
+        r"Mine\.round \({}\) returned a wrong state: labels are out of range: 1, with 1 cluster \(-1 to 0\)\.",
+        ROUND,
+    ),
+    "labels of a client that is not there": (
+        (RETURNED, "return replace(state, centers=state.centers[:0], labels=labels + 8)"),
+        r"Mine\.round \({}\) returned a wrong state: labels are out of range: 8, with 8 clients and no centers .*",
+        ROUND,
+    ),
+    "one center without its axis": (
+        (RETURNED, "return replace(state, centers=state.centers[0])"),
+        r"Mine\.round \({}\) .* of shape \(4810,\), not torch\.float32 of \(K, 4810\)\.",
+        ROUND,
+    ),
+    "centers that are not finite": (
+        (RETURNED, "return replace(state, centers=state.centers * float('nan'), labels=labels)"),
+        r"Mine\.round \({}\) returned a wrong state: centers are not finite\.",
+        ROUND,
+    ),
+    "models that are not there": (
+        ("rows = torch.zeros_like(cohort)", "rows = torch.ones_like(cohort)"),
+        r"refs of work_at_home must be rows of models, 0 to 0\. Got 1 instead\.",
+        None,
     ),
     "an own state that is not declared": (
         (RETURNED, "return type('Own', (ClusterState,), {})(state.common, state.centers, labels)"),
@@ -158,12 +183,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_mistake_is_one_sentence_with_file_and_line(command: Command, written, what: str):
+def test_a_mistake_is_one_sentence(command: Command, written, what: str):
     change, said, place = WRONG[what]
     text = METHOD.replace(*change)
     assert text != METHOD
     written(text)
-    expected = said.format(re.escape(f"mine.py, line {line_of(text, place)}"))
+    expected = said.format(re.escape(f"mine.py, line {line_of(text, place)}") if place else "")
     assert re.fullmatch(expected, command("run", "-a", "mine:Mine", *QUICK).error)
 
 

@@ -420,6 +420,9 @@ class Trainer:
         else:
             try:
                 self._check_state(state)
+                # Answers are checked, and a mean of finite answers is finite: what is not finite is the method's.
+                if not bool(torch.isfinite(state.centers.sum())):
+                    raise ValueError("centers are not finite")
                 return
             except (ValueError, TypeError, AttributeError) as error:
                 why = f"returned a wrong state: {error}"
@@ -680,14 +683,20 @@ class Trainer:
     def _check_state(self, state: Any) -> None:
         """Raise ValueError if the tensors of a state do not have the clients and parameters of this run."""
         numbers, size = len(state.labels), int(self.algorithm.travels(self.engine.task).sum())
-        forms = {"common": ((size,), self.engine.dtype), "centers": ((len(state.centers), size), self.engine.dtype)}
+        clusters = state.centers.shape[:1] if state.centers.dim() == 2 else ("K",)
+        forms = {"common": ((size,), self.engine.dtype), "centers": ((*clusters, size), self.engine.dtype)}
         for name, (shape, dtype) in (forms | {"labels": ((numbers,), torch.int64)}).items():
             found = getattr(state, name)
             if tuple(found.shape) != shape or found.dtype != dtype:
-                raise ValueError(f"{name} is {found.dtype} of shape {tuple(found.shape)}, not {dtype} of {shape}")
-        most = max(len(state.centers), numbers)
-        if numbers > self.engine.num_clients or not bool(((state.labels >= -1) & (state.labels < most)).all()):
-            raise ValueError("labels are out of range")
+                expected = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
+                raise ValueError(f"{name} is {found.dtype} of shape {tuple(found.shape)}, not {dtype} of {expected}")
+        if numbers > self.engine.num_clients:
+            raise ValueError(f"labels are of {numbers} clients, and there are {self.engine.num_clients}")
+        most = state.num_clusters or numbers  # without centers, every client may be a cluster of its own
+        wrong = state.labels[(state.labels < -1) | (state.labels >= most)]
+        if len(wrong):
+            kind = f"{most} cluster{'s' * (most > 1)}" if state.num_clusters else f"{most} clients and no centers"
+            raise ValueError(f"labels are out of range: {int(wrong[0])}, with {kind} (-1 to {most - 1})")
         for name in state.of_clients:
             if len(rows := getattr(state, name)) not in (0, numbers):
                 raise ValueError(f"{name} has {len(rows)} rows, and there are {numbers} clients")
