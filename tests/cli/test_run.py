@@ -466,7 +466,7 @@ def damaged(content: bytes) -> bytes:
     ("changes", "said"),
     [
         ({"is_train": np.repeat(np.arange(6), 10) != 2}, "User '2' of own has no samples in the official training set"),
-        ({"user": np.minimum(np.arange(60), 5)}, "User '0' of own has 1 sample(s)"),
+        ({"user": np.minimum(np.arange(60), 5)}, "User '0' of own has 1 sample,"),
         ({"y": np.arange(60) % 3 - 1}, "labels must be 0 or larger. Got -1 instead."),
         ({"y": np.arange(50)}, "60 samples but 50 labels"),
         ({"user": np.arange(50)}, "60 samples but 50 entries in 'user'"),

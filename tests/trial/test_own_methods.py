@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import coterie
 from coterie.runs.files import Files
@@ -89,6 +91,33 @@ def test_a_method_that_declares_what_stays_with_the_clients(command: Command, wr
     wrong = Path("mine.py").read_text().replace("'1.*'", "'first.*'")
     written(wrong)
     assert command("run", "-a", "mine:Mine", *QUICK).error.startswith("No parameter is named first.*. The network has")
+
+
+def test_centers_are_exported_without_the_code_of_the_method(command: Command, written):
+    written(METHOD)
+    command("run", "-a", "mine:Mine", "--name", "a", *QUICK)
+    assert command("export", "runs/a", "--cluster", 0, "-o", "trusted.safetensors", "--trust").code == 0
+    Path("mine.py").unlink()
+    done = command("export", "runs/a", "--cluster", 0, "-o", "m.safetensors")
+    assert done.code == 0, done.err
+    found, trusted = load_file("m.safetensors"), load_file("trusted.safetensors")
+    assert found.keys() == trusted.keys()
+    assert all(torch.equal(found[name], trusted[name]) for name in found)
+
+
+def test_centers_without_what_clients_keep_need_the_method(command: Command, written):
+    written(
+        "from dataclasses import dataclass\n"
+        "from coterie.methods.parts.own_parts import OwnParts, named\n"
+        "@dataclass(frozen=True)\n"
+        "class Mine(OwnParts):\n"
+        "    key = 'mine'\n"
+        "    keeps = named('1.*')\n"
+    )
+    command("run", "-a", "mine:Mine", "--name", "a", *QUICK)
+    said = command("export", "runs/a", "--cluster", 0).error
+    assert "run.algorithm = 'mine:Mine'. Say --trust (in Python trust=True)" in said
+    assert command("export", "runs/a", "--cluster", 0, "--trust").code == 0
 
 
 # what is wrong -> what is said, where from
@@ -235,7 +264,8 @@ def test_the_personalized_example_on_the_command_line(command: Command, blend: s
     )
     assert loop["accuracy"]["macro"] == pytest.approx(fast["accuracy"]["macro"])
     assert fast["bytes"]["up"] == fast["bytes"]["down"]  # the own model is never sent
-    assert "--trust" in command("export", "runs/loop", "--cluster", 0).error
+    said = command("export", "runs/loop", "--all").error  # the method says what clients are served with
+    assert said.endswith("or give your own method again (in Python algorithm=...).")
 
 
 def test_it_resumes_with_what_clients_remember(command: Command, blend: str):

@@ -16,6 +16,7 @@ from coterie.errors import ConfigError, RunError
 from coterie.runs.accounting import privacy_lines
 from coterie.runs.metrics import METRICS, NUMBER, PERCENT, metrics
 from coterie.runs.observers import Row
+from coterie.settings import counted
 from coterie.views.decisions import kinds_found, legend, sentences
 from coterie.views.words import safe_text, size_text
 
@@ -277,10 +278,8 @@ def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "plan" in plan:
         measured = ", ".join(f"{name} {us:.0f}" for name, us in (plan.get("measured") or {}).items())
         why = f"  (microseconds per client step: {measured})" if measured else ""
-        yield (
-            "engine",
-            f"{plan['plan']} in {plan['precision']} on {plan['device']}, {plan['chunk']} clients at a time{why}",
-        )
+        at_once = f"{counted(plan['chunk'], 'client')} at a time"
+        yield "engine", f"{plan['plan']} in {plan['precision']} on {plan['device']}, {at_once}{why}"
     if "inputs" in summary:
         yield "inputs", summary["inputs"]
     if decisions := summary.get("decisions"):

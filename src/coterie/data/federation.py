@@ -32,6 +32,7 @@ from coterie.data.values import (
 )
 from coterie.errors import DataError
 from coterie.randomness import Rng, name_keys
+from coterie.settings import counted
 
 SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
@@ -190,7 +191,7 @@ class Federation:
         if empty:
             raise DataError(
                 f"Client '{self.names[empty[0]]}' of {self.name} has no training samples "
-                f"({len(empty)} such client(s)); use fewer clients or leave it out."
+                f"({counted(len(empty), 'such client')}); use fewer clients or leave it out."
             )
         self.check_labels()
         if self.has_integers and any(t.__class__.inputs is not Transform.inputs for view in self.views for t in view):

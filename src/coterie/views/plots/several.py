@@ -14,6 +14,7 @@ from coterie.data.pictures import spread_evenly
 from coterie.errors import ConfigError, DataError, StorageError, UnknownName
 from coterie.runs.metrics import metrics
 from coterie.runs.reading import as_run
+from coterie.settings import counted
 from coterie.views.plots import labels, run, samples
 from coterie.views.plots.style import DARK, LIGHT, colour, draw_line, frame, panels, put_legend, round_axis, score_axis
 from coterie.views.report import compare
@@ -88,7 +89,7 @@ def k_curves(choice: Choice, *, dark: bool = False) -> Figure:
         "held-out accuracy": [row.accuracy_error or 0.0 for row in rows],
         "gap statistic": [row.gap_error or 0.0 for row in rows],
     }
-    how = f"{choice.clients:,} clients, {choice.rounds} round(s) each"
+    how = f"{choice.clients:,} clients, {counted(choice.rounds, 'round')} each"
     title = f"number of clusters: K = {choice.recommended} is recommended ({how})"
     figure, found = panels(len(measured), 2.3, 1.9, (0.6, 0.25, 0.85, 0.55), 0.85, theme, title)
     numbers = [row.clusters for row in rows]
