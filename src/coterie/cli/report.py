@@ -76,7 +76,8 @@ def report(
         print(json.dumps({**written, "runs": len(data), "damaged": damaged, "skipped": skipped}))
         return
     size = target.stat().st_size
-    more = f" and {len(pictures)} pictures in {png}" if png is not None else ""
+    drawn = counted(len({path.with_suffix("") for path in pictures}), "picture")
+    more = f" and {drawn} (PNG and SVG) in {png}" if png is not None else ""
     print(safe_text(f"{target} ({size / 1e6:.1f} MB, {counted(len(data), 'run')}){more}"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -140,6 +139,7 @@ PICTURES: Mapping[str, Callable[..., Any]] = {
     "seconds": run.seconds,
 }
 """Every plot of a single run, by the name of its file."""
+_FUNCTIONS = {draw.__name__: name for name, draw in PICTURES.items() if not isinstance(draw, functools.partial)}
 
 
 def picture_names() -> list[str]:
@@ -157,8 +157,10 @@ def save_all(
 ) -> list[Path]:
     """Draw every plot that the runs have data for, or `only` some, into `folder` as PNG and SVG.
 
-    Each of several runs has its own folder, beside the curves of all of them.
+    `only` are names of files or of functions. Each of several runs has its own folder, beside the curves of all of
+    them.
     """
+    only = [_FUNCTIONS.get(name, name) for name in only]
     for name in only:
         if name not in picture_names():
             raise UnknownName("picture", name, picture_names())
@@ -176,11 +178,18 @@ def save_all(
         by_bytes = functools.partial(curves, data, "accuracy", against="bytes", dark=dark)
         jobs.append((folder / "compare-accuracy-by-bytes", by_bytes))
     jobs = [(stem, draw) for stem, draw in jobs if not only or stem.name in only]
-    say(f"drawing {len(jobs)} plots")
+    say(f"drawing {counted(len(jobs), 'plot')}")
     written: list[Path] = []
+    missing: list[str] = []
     for stem, draw in jobs:
-        with contextlib.suppress(DataError):  # no data for this plot
-            written += save(draw(), stem)
+        try:
+            figure = draw()
+        except DataError:
+            missing.append(stem.relative_to(folder).as_posix())
+            continue
+        written += save(figure, stem)
+    if missing:
+        say(f"not drawn, as the data is not there: {', '.join(missing)}")
     return written
 
 
