@@ -256,9 +256,12 @@ def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if (groups := summary.get("cluster_groups")) and 1 < len(groups) <= _SHOWN_CLUSTERS:
         lines_of = (", ".join(f"{name} {count}" for name, count in found.items()) for found in groups)
         yield "true groups in them", "\n".join(f"{number}: {line}" for number, line in enumerate(lines_of) if line)
-    if (changes := sum(summary.get("label_changes") or ())) or summary.get("start_ari") is not None:
+    changes, moved = sum(summary.get("label_changes") or ()), summary.get("moved_since_start")
+    if changes or summary.get("start_ari") is not None:
         start = f"ARI {NUMBER.text(summary['start_ari'])}; " if summary.get("start_ari") is not None else ""
-        yield "after the start", f"{start}{summary['moved_since_start']} clients moved since, {changes} label changes"
+        if moved is not None:  # else the method had no clusters before the first round
+            yield "after the start", f"{start}{counted(moved, 'client')} moved since"
+        yield "changes of cluster", f"{changes:,}"
     if unseen := summary.get("unseen"):
         ari = NUMBER.text(unseen["ari"])
         kind = unseen.get("right_kind")

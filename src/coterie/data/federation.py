@@ -306,6 +306,7 @@ class Federation:
             **{name: self.split(name).sizes.tolist() for name in SPLITS},
             "groups": None if self.groups is None else self.groups.tolist(),
             "group_names": list(self.named_groups),
+            "class_names": list(self.class_names),
             "label_counts": counts,
             "views": [repr(view) for view in self.views],
             "moves": [{"round": move.round, "groups": move.groups.tolist()} for move in self.moves],

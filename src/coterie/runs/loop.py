@@ -481,7 +481,10 @@ class Trainer:
         return found
 
     def _movement(self) -> dict[str, Any]:
-        """What the start found and what the rounds changed: ARI after the start, and clients that moved since."""
+        """What the start found and what the rounds changed: ARI after the start, and clients that moved since.
+
+        Both are None for methods that put no client into a cluster before the first round.
+        """
         history = self.label_history()
         placed, last = history[0] >= 0, history[-1]
         seen = history[:-1] >= 0
@@ -490,7 +493,7 @@ class Trainer:
         first = of_clusters(np.where(self.attack.attackers.numpy(), -1, history[0]), known)
         return {
             "start_ari": METRICS["ari"].value(first),
-            "moved_since_start": int((last[placed] != history[0][placed]).sum()),
+            "moved_since_start": int((last[placed] != history[0][placed]).sum()) if placed.any() else None,
             "label_changes": [int(count) for count in ((history[1:] != history[:-1]) & seen).sum(1)],
         }
 
