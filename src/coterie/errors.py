@@ -135,6 +135,13 @@ def raised_at(error: BaseException) -> str | None:
     return None
 
 
+def described(error: BaseException) -> str:
+    """An error in one line, with the line of the user's code: "TypeError: not a number (own.py, line 12)"."""
+    place, first = raised_at(error), str(error).strip().partition("\n")[0].rstrip(".")
+    said = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return said if place is None else f"{said} ({place})"
+
+
 def defined_at(thing: Any) -> str:
     """Where a function is defined: "own.py, line 12"."""
     code = getattr(getattr(thing, "__wrapped__", thing), "__code__", None)

@@ -172,14 +172,18 @@ def values_of(obj: Any) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """The value that a user typed after `=`: a TOML value if it is one, otherwise the text itself.
+    """The value that a user typed after `=`: a TOML value, a list of words without quotes, or the text itself.
 
     >>> parse_value("3"), parse_value("0.5"), parse_value("true"), parse_value("head"), parse_value("[1, 2]")
     (3, 0.5, True, 'head', [1, 2])
+    >>> parse_value("[hour, 'the weight', 3]")
+    ['hour', 'the weight', 3]
     """
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
+        if text.startswith("[") and text.endswith("]") and not any(sign in text[1:-1] for sign in "[]"):
+            return [parse_value(part.strip()) for part in text[1:-1].split(",") if part.strip()]
         lowered = text.strip().lower()
         return lowered == "true" if lowered in ("true", "false") else text
 
@@ -255,6 +259,15 @@ def _kind_in_words(kind: Any, limits: str) -> list[str]:
         inner = typing.get_args(kind)[0]
         return [f"a list, each entry {words.get(inner, inner)}"]
     return [f"'{word}'" for word in _words(kind)] or [words.get(kind) or str(getattr(kind, "__name__", kind))]
+
+
+def counted(count: int, word: str) -> str:
+    """A number of things, each of which is called `word`.
+
+    >>> counted(1, "seed"), counted(3_000, "seed")
+    ('1 seed', '3,000 seeds')
+    """
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
 def listed(parts: Iterable[str]) -> str:

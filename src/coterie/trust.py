@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from coterie.errors import ConfigError, RunError, raised_at
+from coterie.errors import ConfigError, RunError, described
 
 # Fields with which settings import code (if they contain a colon) or connect to a machine.
 _CODE = (("run", "algorithm"), ("run", "model"), ("run", "loss"), ("work", "optimizer"))
@@ -54,9 +54,7 @@ def import_object(spec: str, what: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except Exception as error:  # the user's code may raise anything
-        line = raised_at(error)
-        where = "" if line is None else f" ({line})"
-        raise ConfigError(f"{what} {spec} cannot be imported: {type(error).__name__}: {error}{where}.") from error
+        raise ConfigError(f"{what} {spec} cannot be imported: {described(error)}.") from error
 
 
 def plugins(group: str) -> dict[str, str]:

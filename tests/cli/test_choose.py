@@ -46,7 +46,7 @@ def test_json_is_one_object_with_the_recommendation_and_the_table(command: Comma
 def test_a_table_and_a_sentence(command: Command):
     done = command("choose-k", *QUICK, "--from", 2, "-o", "pictures")
     assert done.code == 0
-    assert "rotated-digits: 24 clients, 1 round(s) for each K" in done.out
+    assert "rotated-digits: 24 clients, 1 round for each K" in done.out
     rows = [line for line in done.out.splitlines() if line.startswith("│")]
     assert [line.split()[1] for line in rows] == ["2", "3", "4", "5"]
     assert "gain over K = 4" in done.out

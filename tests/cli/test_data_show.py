@@ -104,7 +104,7 @@ def test_the_test_samples_are_shown(show: Command):
     # 1,437 training samples for two clients: 719 or 718, and a quarter of them for testing.
     assert found["tests_per_client"] == {"min": 180, "median": 180.0, "max": 180}
     assert found["test_sets"] == 8
-    assert "4 test set(s), shared by clients" in show("rotated-digits", "--clients", 8).out
+    assert "4 test sets, shared by clients" in show("rotated-digits", "--clients", 8).out
     own = show("rotated-digits", "--clients", 8, "--set", "scenario.tests=own").out
     assert "each client has its own test set" in own
 

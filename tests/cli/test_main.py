@@ -165,6 +165,7 @@ def test_help_shows_type_default_and_choices(command: Command):
         "--attack [none|sign_flip|gaussian|label_flip|alie|ipm|min_max|hijack|backdoor] Simulated attack.",
         "--lr FLOAT Learning rate; by default the dataset's.",
         "--batch-size INTEGER|full",
+        "--set TEXT Set any field: algorithm.prox=0.1, a list as [a, b]; repeatable.",
         "-k, --clusters INTEGER Number of clusters K; auto: coterie finds it",
     ):
         assert said in shown

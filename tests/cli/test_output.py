@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import signal
 import threading
 from typing import Any
@@ -199,6 +200,20 @@ def shown(summary: dict[str, Any]) -> str:
 )
 def test_the_result_shows(text: str):
     assert text in shown(SUMMARY)
+
+
+def test_changes_of_cluster_with_and_without_a_start():
+    with_start = shown(SUMMARY | {"start_ari": 0.5, "moved_since_start": 1, "label_changes": [0, 2, 3]})
+    assert re.search(r"after the start +│ ARI 0\.50; 1 client moved since ", with_start)
+    assert re.search(r"changes of cluster +│ 5 ", with_start)
+    without = shown(SUMMARY | {"start_ari": None, "moved_since_start": None, "label_changes": [0, 2, 3]})
+    assert "after the start" not in without
+    assert re.search(r"changes of cluster +│ 5 ", without)
+
+
+def test_one_client_at_a_time():
+    plan = {"plan": "loop", "precision": "float32", "device": "cpu", "chunk": 1}
+    assert "loop in float32 on cpu, 1 client at a time" in shown(SUMMARY | {"plan": plan})
 
 
 def test_what_there_is_not_is_not_shown():

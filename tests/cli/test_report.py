@@ -78,8 +78,18 @@ def test_only_some_pictures(command: Command, tmp_path: Path):
         "b/flow.png",
         "compare-f1.png",
     ]
+    assert command(*words, "--only", "bytes_sent").code == 0  # the function of the picture `bytes`
+    assert Path("p/a/bytes.png").exists()
     assert "There is no picture 'flo'. Did you mean 'flow'?" in command(*words, "--only", "flo").error
     assert "give a folder for them with --png DIR" in command("report", "x", "--only", "flow").error
+
+
+def test_pictures_are_counted_once_and_missing_ones_are_named(command: Command, tmp_path: Path):
+    make_run(tmp_path, "a", rounds=2)
+    done = command("report", "a", "--no-tsne", "--png", "p", "--only", "flow", "--only", "pseudo-samples")
+    assert "drawing 2 plots\nnot drawn, as the data is not there: pseudo-samples\n" in done.err
+    assert ", 1 run) and 1 picture (PNG and SVG) in p\n" in done.out
+    assert sorted(path.name for path in Path("p").iterdir()) == ["flow.png", "flow.svg"]
 
 
 def test_several_runs_have_folders_and_curves_over_each_other(command: Command, tmp_path: Path):

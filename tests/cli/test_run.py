@@ -399,6 +399,20 @@ def narrow():
 def number():
     return 3
 
+class Typo(nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+
+    def forward(self, x):
+        return super().forward(x.flat(1))
+
+class Unknown(Typo):
+    def forward(self, x):
+        return flatten(x)
+
+def unready():
+    return [][1]
+
 thing = 3
 """
 
@@ -421,6 +435,22 @@ def test_networks_that_do_not_fit(command: Command, model: str, said: str):
     assert no_run_was_made()
 
 
+@pytest.mark.parametrize(
+    ("model", "said", "line"),
+    [
+        ("Typo", "Typo cannot take samples of shape (1, 8, 8): AttributeError: ", "x.flat(1)"),
+        ("Unknown", "Unknown cannot take samples of shape (1, 8, 8): NameError: ", "return flatten(x)"),
+        ("unready", "model refused_networks:unready could not be built: IndexError: ", "return [][1]"),
+    ],
+)
+def test_a_mistake_in_a_network_has_its_line(command: Command, model: str, said: str, line: str):
+    Path("refused_networks.py").write_text(NETWORKS)
+    error = command("run", *TINY, "--model", f"refused_networks:{model}").error
+    assert error.startswith(said)
+    assert error.endswith(f"refused_networks.py, line {NETWORKS[: NETWORKS.index(line)].count(chr(10)) + 1})")
+    assert no_run_was_made()
+
+
 def samples(**changes: Any) -> dict[str, Any]:
     """Six users with ten pictures each."""
     x = np.random.default_rng(0).integers(0, 255, (60, 8, 8)).astype(np.uint8)
@@ -436,7 +466,7 @@ def damaged(content: bytes) -> bytes:
     ("changes", "said"),
     [
         ({"is_train": np.repeat(np.arange(6), 10) != 2}, "User '2' of own has no samples in the official training set"),
-        ({"user": np.minimum(np.arange(60), 5)}, "User '0' of own has 1 sample(s)"),
+        ({"user": np.minimum(np.arange(60), 5)}, "User '0' of own has 1 sample,"),
         ({"y": np.arange(60) % 3 - 1}, "labels must be 0 or larger. Got -1 instead."),
         ({"y": np.arange(50)}, "60 samples but 50 labels"),
         ({"user": np.arange(50)}, "60 samples but 50 entries in 'user'"),

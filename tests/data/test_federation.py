@@ -134,7 +134,7 @@ def test_a_client_without_training_samples(federation):
     with pytest.raises(DataError) as caught:
         replace(federation, train=empty).validate()
     assert str(caught.value) == (
-        "Client 'b' of tiny has no training samples (2 such client(s)); use fewer clients or leave it out."
+        "Client 'b' of tiny has no training samples (2 such clients); use fewer clients or leave it out."
     )
 
 
@@ -294,7 +294,7 @@ GOOD = (torch.ones(3, 2), torch.zeros(3).long())
     [
         ({}, "own has no clients."),
         ({"a": (torch.ones(3, 2), torch.zeros(2).long())}, "Client 'a' has 3 samples but 2 labels."),
-        ({"a": (torch.ones(0, 2), torch.zeros(0))}, "Client 'a' of own has no training samples (1 such client(s))"),
+        ({"a": (torch.ones(0, 2), torch.zeros(0))}, "Client 'a' of own has no training samples (1 such client)"),
         ({"a": GOOD, "b": (torch.ones(3, 4), GOOD[1])}, "Samples of client 'b' are (4,) torch.float32, those of the"),
         ({"a": GOOD, "b": (GOOD[0], torch.zeros(3))}, "Labels of client 'b' are floats, those of the first client int"),
         ({"a": (torch.full((3, 2), torch.nan), GOOD[1])}, "Client 'a': x has NaN or infinite values;"),

@@ -366,7 +366,7 @@ def test_the_curves_show_every_k_and_mark_the_chosen_one():
         mark = next(line for line in axes.lines if line.get_gid() == "recommended")
         assert list(mark.get_xdata()) == [2, 2]
         assert list(axes.get_xticks()) == [1, 2, 3]
-    assert "K = 2 is recommended (9 clients, 3 round(s) each)" in figure.texts[0].get_text()
+    assert "K = 2 is recommended (9 clients, 3 rounds each)" in figure.texts[0].get_text()
     bars = figure.axes[0].containers[0].lines[2][0].get_segments()
     assert [[float(y) for _, y in bar] for bar in bars] == [
         pytest.approx([a - 0.01, a + 0.01]) for a in (0.5, 0.8, 0.81)

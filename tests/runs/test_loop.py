@@ -184,6 +184,8 @@ def test_movement_by_hand():
     assert summary["start_ari"] == pytest.approx(1 / 6)
     assert summary["moved_since_start"] == 2  # clients 3 and 4; client 5 had no cluster then
     assert summary["label_changes"] == [1, 2, 3]  # 4; 0 and 5; 0, 3 and 5. A first cluster is not a change.
+    trainer.progress.labels[0] = np.full(6, -1)  # a method without a start
+    assert trainer.summary()["moved_since_start"] is None
 
 
 def test_movement_without_true_groups():

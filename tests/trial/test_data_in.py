@@ -274,6 +274,21 @@ def test_regression_in_situations(command: Command):
     assert '"key":"loss","title":"loss"' in Path("runs/c/report.html").read_text()
 
 
+def test_columns_are_left_out_by_their_names(command: Command):
+    write_csv("own.csv")
+    for words in ("[age, dose]", '["age", "dose"]'):
+        assert command("data", "check", "own.csv", "--set", f"dataset.ignore={words}", "--json").json[
+            "input_shape"
+        ] == [1]
+
+
+def test_the_split_is_called_official_only_where_the_file_has_one(command: Command):
+    write_csv("own.csv")
+    assert command("data", "check", "own.csv", "--json").json["settings"]["split"] == "own"
+    np.savez("own.npz", x=np.ones((8, 3)), y=np.arange(8) % 2, user=np.repeat([0, 1], 4), split=["train", "test"] * 4)
+    assert command("data", "check", "own.npz", "--json").json["settings"]["split"] == "official"
+
+
 # ---- names of groups, and validation samples ----
 
 

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import coterie
 from coterie.runs.files import Files
@@ -91,6 +93,33 @@ def test_a_method_that_declares_what_stays_with_the_clients(command: Command, wr
     assert command("run", "-a", "mine:Mine", *QUICK).error.startswith("No parameter is named first.*. The network has")
 
 
+def test_centers_are_exported_without_the_code_of_the_method(command: Command, written):
+    written(METHOD)
+    command("run", "-a", "mine:Mine", "--name", "a", *QUICK)
+    assert command("export", "runs/a", "--cluster", 0, "-o", "trusted.safetensors", "--trust").code == 0
+    Path("mine.py").unlink()
+    done = command("export", "runs/a", "--cluster", 0, "-o", "m.safetensors")
+    assert done.code == 0, done.err
+    found, trusted = load_file("m.safetensors"), load_file("trusted.safetensors")
+    assert found.keys() == trusted.keys()
+    assert all(torch.equal(found[name], trusted[name]) for name in found)
+
+
+def test_centers_without_what_clients_keep_need_the_method(command: Command, written):
+    written(
+        "from dataclasses import dataclass\n"
+        "from coterie.methods.parts.own_parts import OwnParts, named\n"
+        "@dataclass(frozen=True)\n"
+        "class Mine(OwnParts):\n"
+        "    key = 'mine'\n"
+        "    keeps = named('1.*')\n"
+    )
+    command("run", "-a", "mine:Mine", "--name", "a", *QUICK)
+    said = command("export", "runs/a", "--cluster", 0).error
+    assert "run.algorithm = 'mine:Mine'. Say --trust (in Python trust=True)" in said
+    assert command("export", "runs/a", "--cluster", 0, "--trust").code == 0
+
+
 # what is wrong -> what is said, where from
 WRONG = {
     "no state": ((RETURNED, "pass"), r"Mine\.round \({}\) must return a ClusterState\. Got NoneType instead\.", ROUND),
@@ -106,8 +135,33 @@ WRONG = {
     ),
     "labels out of range": (
         (RETURNED, "return replace(state, labels=labels + 99)"),
-        r"Mine\.round \({}\) returned a wrong state: labels are out of range\.",
+        r"Mine\.round \({}\) returned a wrong state: labels are out of range: 99, with 1 cluster \(-1 to 0\)\.",
         ROUND,
+    ),
+    "labels of a cluster without a center": (
+        (RETURNED, "return replace(state, labels=labels + 1)"),
+        r"Mine\.round \({}\) returned a wrong state: labels are out of range: 1, with 1 cluster \(-1 to 0\)\.",
+        ROUND,
+    ),
+    "labels of a client that is not there": (
+        (RETURNED, "return replace(state, centers=state.centers[:0], labels=labels + 8)"),
+        r"Mine\.round \({}\) returned a wrong state: labels are out of range: 8, with 8 clients and no centers .*",
+        ROUND,
+    ),
+    "one center without its axis": (
+        (RETURNED, "return replace(state, centers=state.centers[0])"),
+        r"Mine\.round \({}\) .* of shape \(4810,\), not torch\.float32 of \(K, 4810\)\.",
+        ROUND,
+    ),
+    "centers that are not finite": (
+        (RETURNED, "return replace(state, centers=state.centers * float('nan'), labels=labels)"),
+        r"Mine\.round \({}\) returned a wrong state: centers are not finite\.",
+        ROUND,
+    ),
+    "models that are not there": (
+        ("rows = torch.zeros_like(cohort)", "rows = torch.ones_like(cohort)"),
+        r"refs of work_at_home must be rows of models, 0 to 0\. Got 1 instead\.",
+        None,
     ),
     "an own state that is not declared": (
         (RETURNED, "return type('Own', (ClusterState,), {})(state.common, state.centers, labels)"),
@@ -158,12 +212,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_mistake_is_one_sentence_with_file_and_line(command: Command, written, what: str):
+def test_a_mistake_is_one_sentence(command: Command, written, what: str):
     change, said, place = WRONG[what]
     text = METHOD.replace(*change)
     assert text != METHOD
     written(text)
-    expected = said.format(re.escape(f"mine.py, line {line_of(text, place)}"))
+    expected = said.format(re.escape(f"mine.py, line {line_of(text, place)}") if place else "")
     assert re.fullmatch(expected, command("run", "-a", "mine:Mine", *QUICK).error)
 
 
@@ -210,7 +264,8 @@ def test_the_personalized_example_on_the_command_line(command: Command, blend: s
     )
     assert loop["accuracy"]["macro"] == pytest.approx(fast["accuracy"]["macro"])
     assert fast["bytes"]["up"] == fast["bytes"]["down"]  # the own model is never sent
-    assert "--trust" in command("export", "runs/loop", "--cluster", 0).error
+    said = command("export", "runs/loop", "--all").error  # the method says what clients are served with
+    assert said.endswith("or give your own method again (in Python algorithm=...).")
 
 
 def test_it_resumes_with_what_clients_remember(command: Command, blend: str):

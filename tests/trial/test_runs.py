@@ -362,6 +362,9 @@ from torch import nn
 
 def small(shape, outputs):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, outputs))
+
+def deep(shape, outputs):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, outputs))
 """
 
 
@@ -376,6 +379,15 @@ def test_a_network_of_ones_own(command: Command):
     assert "run.model = 'my_nets:small'. Say --trust (in Python trust=True) if you know" in said
     done = command("export", "runs/a", "--cluster", 0, "--format", "torch.export", "--model", "my_nets:small")
     assert done.code == 0, done.err
+
+
+def test_another_network_than_the_runs_is_named(command: Command):
+    Path("my_nets.py").write_text(NETWORK)
+    for model in ("mlp", "my_nets:deep"):
+        command("run", "-a", "fedavg", "--model", model, "--rounds", 1, "--name", model[:3], *SMALL)
+        program = ("export", f"runs/{model[:3]}", "--cluster", 0, "--format", "torch.export", "--model")
+        said = command(*program, "my_nets:small").error
+        assert said.startswith(f"runs/{model[:3]} was trained with {model}, not with my_nets:small; ")
 
 
 def test_new_clients_do_not_need_the_data_of_the_run(command: Command, own: Path):

@@ -14,6 +14,7 @@ from coterie.client.settings import WorkSettings
 from coterie.errors import MissingExtra
 from coterie.runs.metrics import NUMBER
 from coterie.runs.settings import LARGEST_K, PROBE_CLIENTS, PROBE_ROUNDS, TABLES, RunSettings, Schedule, Tables
+from coterie.settings import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,7 +95,7 @@ def _table(choice: Choice, dataset: str) -> Table:
         )
         style = "bold green" if row.clusters == choice.recommended else ""
         rows.append([Text(cell, style) for cell in cells])
-    title = f"{dataset}: {choice.clients} clients, {choice.rounds} round(s) for each K"
+    title = f"{dataset}: {choice.clients} clients, {counted(choice.rounds, 'round')} for each K"
     return table_of(title, heads, rows)
 
 

@@ -15,6 +15,7 @@ import typer
 from coterie.cli.flags import JsonFlag, QuietFlag, takes
 from coterie.cli.output import facts_of, file_stem, new_folder, say, stdout
 from coterie.runs.settings import RunSettings, Schedule, Tables, merge
+from coterie.settings import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,8 +48,7 @@ def show(
     experiment = resolve(merge(tables, {"run": {"algorithm": "fedavg", "dataset": name}}))
     folder = new_folder(Path(f"data-{file_stem(experiment.dataset)}") if out is None else out)
     say(f"reading {experiment.dataset}", quiet or json_)
-    federation = experiment.federation()
-    found = describe(experiment, federation)
+    found, federation = described(experiment)
     found["files"] = write(folder, found, federation)
     if json_:
         print(json.dumps(found))
@@ -72,7 +72,7 @@ def check(
     from coterie.runs.experiment import resolve
 
     experiment = resolve(merge(tables, {"run": {"algorithm": "fedavg", "dataset": name}}))
-    found = describe(experiment, experiment.federation())
+    found, _ = described(experiment)
     if json_:
         print(json.dumps(found))
     else:
@@ -82,23 +82,28 @@ def check(
 # ---- the numbers ----
 
 
-def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
-    """A federation in numbers, as `--json` prints it."""
+def described(experiment: Experiment) -> tuple[dict[str, Any], Federation]:
+    """The federation of an experiment in numbers, as `--json` prints it, and the federation."""
     import numpy as np
 
     from coterie.runs.divergence import large_features
     from coterie.views import plots
 
+    dataset = experiment.samples()
+    federation = experiment.federation(dataset)
     counts = federation.label_counts("train", "valid").numpy()  # [N, L]
     splits = {name: federation.split(name) for name in SPLITS}
     sizes = {name: split.sizes.tolist() for name, split in splits.items()}
     own, tests = np.add(sizes["train"], sizes["valid"]), np.array(sizes["test"])
     member = None if federation.groups is None else federation.groups.numpy()
     assert experiment.scenario is not None
-    return {
+    settings = dict(experiment.scenario.values)
+    if "split" in settings and dataset.is_train is None:
+        settings["split"] = "own"  # there is no official one to keep
+    found = {
         "dataset": experiment.dataset,
         "scenario": experiment.scenario.name,
-        "settings": experiment.scenario.values,
+        "settings": settings,
         "seed": experiment.schedule.seed,
         "clients": len(federation),
         # A shard that several clients share, such as the test set of their kind, counts once.
@@ -130,13 +135,14 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
             for i, client in enumerate(federation.names)
         ],
     }
+    return found, federation
 
 
 def _rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The numbers in words, for the terminal and the page."""
     samples, each, groups = found["samples"], found["samples_per_client"], found["groups"]
     settings = ", ".join(f"{key}={value}" for key, value in found["settings"].items())
-    named = [f"{group['name']} ({group['clients']:,} clients)" for group in (groups or [])[:8]]
+    named = [f"{group['name']} ({counted(group['clients'], 'client')})" for group in (groups or [])[:8]]
     more = " ..." if len(groups or []) > 8 else ""
     words = found["class_names"]
     names = f": {', '.join(words[:8])}{' ...' if len(words) > 8 else ''}" if words else ""
@@ -151,7 +157,8 @@ def _rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("samples per client", "min {min:,}  median {median:,g}  max {max:,}  (train + valid)".format(**each)),
     ]
     shared = found["test_sets"] < found["clients"]
-    sets = f"{found['test_sets']:,} test set(s), shared by clients" if shared else "each client has its own test set"
+    number = counted(found["test_sets"], "test set")
+    sets = f"{number}, shared by clients" if shared else "each client has its own test set"
     rows.append(
         ("tests per client", "min {min:,}  median {median:,g}  max {max:,}".format(**found["tests_per_client"]))
     )

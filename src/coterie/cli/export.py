@@ -57,7 +57,8 @@ def export(
     which = "models" if all_ else f"cluster-{cluster}" if client is None else quote(client, safe=" ")
     place = Path(f"{run_name}-{which}{'' if all_ else FORMATS[format]}") if out is None else out
     if data is None:
-        result = open_models(path, given, with_network=with_network, trust=trust, override=override)
+        allowed = {"trust": trust, "override": override}
+        result = open_models(path, given, with_network=with_network, centers_only=cluster is not None, **allowed)
     else:
         result = open_run(path, given, trust=trust, override=override)
 

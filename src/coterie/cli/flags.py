@@ -112,7 +112,8 @@ def takes(
                 taken[name] = (cls.table, field)
     which = "any field" if settable is TABLES else f"a field of {listed(settable)}"
     example = "algorithm.prox=0.1" if settable is TABLES else f"{settable[0]}.FIELD=VALUE"
-    set_flag = Annotated[list[str] | None, typer.Option("--set", help=f"Set {which}: {example}; repeatable.")]
+    how = f"Set {which}: {example}, a list as [a, b]; repeatable."
+    set_flag = Annotated[list[str] | None, typer.Option("--set", help=how)]
 
     def decorate(function: Command) -> Command:
         hints = typing.get_type_hints(function, include_extras=True)

@@ -12,6 +12,7 @@ from coterie.cli.output import shown, table_of
 from coterie.runs.batch import SITUATION
 from coterie.runs.comparison import Row, main_metric, standings_of, total_bytes
 from coterie.runs.metrics import METRICS, Format, Metric
+from coterie.settings import counted
 from coterie.views.words import markdown_table, size_text
 
 _POINTS = Format(100, 1)
@@ -143,7 +144,7 @@ def _lines(grid: Grid, is_turned: bool) -> list[list[Cell]]:
 def markdown_of(title: str, rows: Sequence[Row], grids: Sequence[Grid], situations: Sequence[Mapping[str, Any]]) -> str:
     """The comparison as a page of tables; the best of each situation is bold."""
     seeds = max(row["seeds"] for row in rows)
-    parts = [f"# {title}, {seeds} seed(s)", "Mean ± standard deviation over the seeds."]
+    parts = [f"# {title}, {counted(seeds, 'seed')}", *["Mean ± standard deviation over the seeds."][: seeds - 1]]
     if not grids:
         return "\n\n".join([*parts, _plain_markdown(rows)]) + "\n"
     for grid in grids:

@@ -16,6 +16,7 @@ from coterie.errors import ConfigError, RunError
 from coterie.runs.accounting import privacy_lines
 from coterie.runs.metrics import METRICS, NUMBER, PERCENT, metrics
 from coterie.runs.observers import Row
+from coterie.settings import counted
 from coterie.views.decisions import kinds_found, legend, sentences
 from coterie.views.words import safe_text, size_text
 
@@ -255,9 +256,12 @@ def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if (groups := summary.get("cluster_groups")) and 1 < len(groups) <= _SHOWN_CLUSTERS:
         lines_of = (", ".join(f"{name} {count}" for name, count in found.items()) for found in groups)
         yield "true groups in them", "\n".join(f"{number}: {line}" for number, line in enumerate(lines_of) if line)
-    if (changes := sum(summary.get("label_changes") or ())) or summary.get("start_ari") is not None:
+    changes, moved = sum(summary.get("label_changes") or ()), summary.get("moved_since_start")
+    if changes or summary.get("start_ari") is not None:
         start = f"ARI {NUMBER.text(summary['start_ari'])}; " if summary.get("start_ari") is not None else ""
-        yield "after the start", f"{start}{summary['moved_since_start']} clients moved since, {changes} label changes"
+        if moved is not None:  # else the method had no clusters before the first round
+            yield "after the start", f"{start}{counted(moved, 'client')} moved since"
+        yield "changes of cluster", f"{changes:,}"
     if unseen := summary.get("unseen"):
         ari = NUMBER.text(unseen["ari"])
         kind = unseen.get("right_kind")
@@ -277,10 +281,8 @@ def _summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "plan" in plan:
         measured = ", ".join(f"{name} {us:.0f}" for name, us in (plan.get("measured") or {}).items())
         why = f"  (microseconds per client step: {measured})" if measured else ""
-        yield (
-            "engine",
-            f"{plan['plan']} in {plan['precision']} on {plan['device']}, {plan['chunk']} clients at a time{why}",
-        )
+        at_once = f"{counted(plan['chunk'], 'client')} at a time"
+        yield "engine", f"{plan['plan']} in {plan['precision']} on {plan['device']}, {at_once}{why}"
     if "inputs" in summary:
         yield "inputs", summary["inputs"]
     if decisions := summary.get("decisions"):

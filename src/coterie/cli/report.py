@@ -13,6 +13,7 @@ import typer
 from coterie.cli import output
 from coterie.cli.flags import JsonFlag, QuietFlag
 from coterie.errors import ConfigError, RunError
+from coterie.settings import counted
 from coterie.views.words import safe_text
 
 if TYPE_CHECKING:
@@ -75,8 +76,9 @@ def report(
         print(json.dumps({**written, "runs": len(data), "damaged": damaged, "skipped": skipped}))
         return
     size = target.stat().st_size
-    more = f" and {len(pictures)} pictures in {png}" if png is not None else ""
-    print(safe_text(f"{target} ({size / 1e6:.1f} MB, {len(data)} run(s)){more}"))
+    drawn = counted(len({path.with_suffix("") for path in pictures}), "picture")
+    more = f" and {drawn} (PNG and SVG) in {png}" if png is not None else ""
+    print(safe_text(f"{target} ({size / 1e6:.1f} MB, {counted(len(data), 'run')}){more}"))
 
 
 def expand(paths: list[Path]) -> tuple[list[Path], list[str]]:

@@ -19,6 +19,7 @@ from coterie.runs.metrics import METRICS, NUMBER, PERCENT, SECONDS, Format, Metr
 from coterie.runs.observers import Listener
 from coterie.runs.situations import Situation
 from coterie.runs.trackers import trackers
+from coterie.settings import counted
 from coterie.views.words import size_text
 
 
@@ -149,13 +150,17 @@ def finish(outcomes: Sequence[Outcome], root: Comparison, dataset: str, json_: b
         return
     console = stdout()
     if grids:
-        seeds = max(row["seeds"] for row in rows)
-        spread = "; mean ± standard deviation" if seeds > 1 else ""
-        print_grids(console, grids, f"{title}, {seeds} seed(s){spread}; the best of each situation is bold")
+        print_grids(console, grids, f"{title}, {_over_seeds(rows)}; the best of each situation is bold")
     else:
         console.print(as_table(rows, title, console.width))
     say(f"run folders: {root.path}")
     say(f"report: coterie report {root.path}")
+
+
+def _over_seeds(rows: Sequence[Row]) -> str:
+    """How many seeds the numbers are of, and what is shown of several."""
+    seeds = max(row["seeds"] for row in rows)
+    return counted(seeds, "seed") + ("; mean ± standard deviation" if seeds > 1 else "")
 
 
 def as_table(rows: list[Row], title: str, width: int) -> Table:
@@ -203,5 +208,4 @@ def as_table(rows: list[Row], title: str, width: int) -> Table:
         }
 
     shown = [cells(row) for row in rows]
-    title = f"{title}, {seeds} seed(s); mean ± standard deviation"
-    return table_of(title, list(shown[0]), [list(row.values()) for row in shown], text=labels)
+    return table_of(f"{title}, {_over_seeds(rows)}", list(shown[0]), [list(row.values()) for row in shown], text=labels)

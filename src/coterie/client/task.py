@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from coterie.client.work import SGD
 from coterie.data.federation import Federation
 from coterie.data.values import are_probabilities
-from coterie.errors import ModelError
+from coterie.errors import CoterieError, ModelError, described
 from coterie.nets.flat import Layout, Loss, Network, cross_entropy, flatten, takes_integers
 from coterie.randomness import Rng
 
@@ -119,5 +119,7 @@ def _check_loss(task: Task, federation: Federation) -> None:
 def _model_error(what: str) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise ModelError(f"{what}: {str(error).partition(chr(10))[0]}") from error
+    except (CoterieError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise ModelError(f"{what}: {described(error)}") from error

@@ -67,8 +67,11 @@ def as_splits(values: NDArray[Any], where: str) -> tuple[NDArray[np.bool_], NDAr
     return found != "test", is_valid if is_valid.any() else None
 
 
-def features_of(columns: Columns, where: str) -> NDArray[Any]:
-    """All columns side by side [S, F]; a single column may have more axes, such as pictures or token ids."""
+def features_of(columns: Columns, where: str, way_out: str = "leave it out") -> NDArray[Any]:
+    """All columns side by side [S, F]; a single column may have more axes, such as pictures or token ids.
+
+    `way_out` says how a column that holds no numbers is left out; NAME in it is that column.
+    """
     if not columns:
         raise DataError(f"{where} has no columns besides the labels; add the features as columns of numbers.")
     if len(columns) == 1:
@@ -80,7 +83,8 @@ def features_of(columns: Columns, where: str) -> NDArray[Any]:
             what = (
                 f"words ('{values[0]}' ...)" if values.dtype.kind in "US" else f"{values.dtype} of shape {values.shape}"
             )
-            raise DataError(f"{where}: column '{name}' holds {what}; write it as numbers, or leave it out.")
+            how = way_out.replace("NAME", name)
+            raise DataError(f"{where}: column '{name}' holds {what}; write it as numbers, or {how}.")
         missing = np.flatnonzero(~np.isfinite(values.astype(np.float64)))
         if len(missing):
             raise DataError(

@@ -32,6 +32,7 @@ from coterie.data.values import (
 )
 from coterie.errors import DataError
 from coterie.randomness import Rng, name_keys
+from coterie.settings import counted
 
 SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
@@ -190,7 +191,7 @@ class Federation:
         if empty:
             raise DataError(
                 f"Client '{self.names[empty[0]]}' of {self.name} has no training samples "
-                f"({len(empty)} such client(s)); use fewer clients or leave it out."
+                f"({counted(len(empty), 'such client')}); use fewer clients or leave it out."
             )
         self.check_labels()
         if self.has_integers and any(t.__class__.inputs is not Transform.inputs for view in self.views for t in view):
@@ -305,6 +306,7 @@ class Federation:
             **{name: self.split(name).sizes.tolist() for name in SPLITS},
             "groups": None if self.groups is None else self.groups.tolist(),
             "group_names": list(self.named_groups),
+            "class_names": list(self.class_names),
             "label_counts": counts,
             "views": [repr(view) for view in self.views],
             "moves": [{"round": move.round, "groups": move.groups.tolist()} for move in self.moves],

@@ -28,7 +28,7 @@ from coterie.data.federation import Federation
 from coterie.engines.attacks import Attack
 from coterie.engines.forward import Forward
 from coterie.engines.ledger import Ledger, Phase
-from coterie.errors import ConfigError, EngineError
+from coterie.errors import ConfigError, EngineError, MethodError
 from coterie.nets.flat import Network
 from coterie.randomness import Rng, uniform
 
@@ -192,6 +192,13 @@ class Engine(abc.ABC):
         require_step(step)
         if (models is None) != (refs is None):
             raise ConfigError("models and refs must be given together: a table [M, P] and the rows for each client.")
+        if models is not None and refs is not None and refs.numel():
+            least, most = int(refs.min()), int(refs.max())
+            if least < 0 or most >= len(models):  # compiled kernels read memory by them
+                raise MethodError(
+                    f"refs of {plain_name(step_name(step))} must be rows of models, 0 to {len(models) - 1}. "
+                    f"Got {least if least < 0 else most} instead."
+                )
         work, told = work or self.task.work, self.task.work
         if told.update_clip is not None:  # for every work of a method; a personal model is not noised for its owner
             is_owner = self.phase == "evaluate"

@@ -22,7 +22,7 @@ from coterie.data.federation import Federation
 from coterie.engines.base import Engine, Reply, Request, available_memory, plain_name, resolve_device
 from coterie.engines.ledger import Phase
 from coterie.engines.settings import EngineSettings
-from coterie.errors import ConfigError, CoterieError, EngineError, raised_at
+from coterie.errors import ConfigError, CoterieError, EngineError, described
 from coterie.nets.flat import Network
 from coterie.randomness import Rng
 from coterie.settings import build, values_of
@@ -230,8 +230,7 @@ class InProcessEngine(Engine):
 
     def _after_exception(self, error: Exception, request: Request, positions: Tensor) -> Reply:
         """A client that raises has failed. If a chunk raises, repeat it one client at a time to find out which."""
-        place = raised_at(error)
-        reason = f"{type(error).__name__}: {error}" + ("" if place is None else f" ({place})")
+        reason = described(error)
         if len(positions) == 1:
             return Reply(positions[:0], Answer(), ((int(positions[0]), reason),))
         joined = _joined([self._ask(request, positions[i : i + 1]) for i in range(len(positions))])

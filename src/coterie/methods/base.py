@@ -34,6 +34,7 @@ import abc
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
@@ -237,9 +238,22 @@ _ALGORITHMS: dict[str, type[Algorithm[Any]]] = {}
 
 
 def register(cls: type[Algorithm[Any]]) -> type[Algorithm[Any]]:
-    """Class decorator: register a method by its `key`."""
+    """Class decorator: register a method by its `key`, which no other method may have."""
+    package = __name__.rpartition(".")[0]
+    known = _ALGORITHMS if cls.__module__.startswith(f"{package}.") else algorithms()
+    other = known.get(cls.key)
+    if other is not None and _origin(other) != _origin(cls):
+        raise ConfigError(
+            f"The key '{cls.key}' of {cls.__name__} is that of {other.__module__}:{other.__qualname__}; choose another."
+        )
     _ALGORITHMS[cls.key] = cls
     return cls
+
+
+def _origin(cls: type) -> tuple[str, str]:
+    """The file and the name of a class: the same if its module is imported again, or runs as `__main__`."""
+    module = sys.modules.get(cls.__module__)
+    return str(getattr(module, "__file__", cls.__module__)), cls.__qualname__
 
 
 def algorithms() -> dict[str, type[Algorithm[Any]]]:

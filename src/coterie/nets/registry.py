@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from coterie.errors import ConfigError, CoterieError, ModelError, UnknownName
+from coterie.errors import ConfigError, CoterieError, ModelError, UnknownName, described
 from coterie.randomness import Rng
 from coterie.trust import MODELS, import_object, load_plugin, plugins, spec_of
 
@@ -64,7 +64,7 @@ def build_model(
     except CoterieError:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise ModelError(f"model {name} could not be built: {type(error).__name__}: {error}") from error
+        raise ModelError(f"model {name} could not be built: {described(error)}") from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"model {name} must return a torch.nn.Module. Got {type(module).__name__} instead.")
     return module

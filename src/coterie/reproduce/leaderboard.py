@@ -26,6 +26,7 @@ from urllib.parse import quote
 from coterie.errors import MissingExtra, RunError, StorageError
 from coterie.reproduce.outcome import RESULT, TABLE, Result, read_result
 from coterie.reproduce.suite import AS_PUBLISHED
+from coterie.settings import counted
 from coterie.views.report.page import shell, source_hash, static
 from coterie.views.words import markdown_table, size_text
 
@@ -297,7 +298,8 @@ def _cell(entry: Entry | None) -> str:
     numbers = {"value": entry.ours, "regret": entry.regret, "rank": entry.rank, "share": entry.share}
     data = "".join(f' data-{key}="{value:.6g}"' for key, value in numbers.items() if value is not None)
     sent = "" if entry.bytes is None else f", {size_text(entry.bytes)} sent"
-    title = f"{entry.row}: {entry.ours:.2f} ± {entry.std:.2f} over {entry.seeds} seed(s), rank {entry.rank:g}{sent}"
+    over = f"over {counted(entry.seeds, 'seed')}, rank {entry.rank:g}"
+    title = f"{entry.row}: {entry.ours:.2f} ± {entry.std:.2f} {over}{sent}"
     more = "" if entry.published is None else f"<small>{entry.published:.2f} {entry.difference:+.2f}</small>"
     best = " best" if entry.regret == 0 else ""
     return f'<td class="number{best}"{data} title="{escape(title)}">{entry.ours:.2f}{more}</td>'

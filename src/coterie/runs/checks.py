@@ -371,6 +371,12 @@ def texts(found: Any) -> list[str]:
     return found if isinstance(found, list) and all(isinstance(item, str) for item in found) else []
 
 
+def class_names(manifest: Mapping[str, Any], counts: Ints | None) -> list[str]:
+    """The names of the classes that are counted; none if they have no names."""
+    found = texts(manifest.get("class_names"))
+    return found if counts is not None and len(found) == counts.shape[1] else []
+
+
 def client_names(clients: Arrays, manifest: Mapping[str, Any]) -> list[str]:
     """The clients that take part; from the manifest if the run has not written its clients yet."""
     names = shaped(clients.get("name"), (None,), "U")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from coterie.client.task import Task
 from coterie.client.work import SGD
 from coterie.data.federation import Federation, Move, Split
-from coterie.errors import ModelError, RunError
+from coterie.errors import ModelError, RunError, UnknownName
 from coterie.methods.base import Personal
 from coterie.nets.flat import Layout, Loss, flatten
 from coterie.nets.mixture import Served
@@ -140,6 +140,10 @@ class Network:
             if model is not None:
                 return Task.made(maker, seed, loss, *sizes, work, bool(facts["integers"]))
             module = self._stand_in()
+        except UnknownName as error:
+            if model is not None and maker.name != self.name:
+                raise self.not_this(maker.name) from error
+            raise self._damaged(error) from error
         except ModelError:
             raise
         except _DAMAGE as error:
@@ -153,8 +157,15 @@ class Network:
         rest, _ = self._folder.tensors(REST) or ({}, {})
         return rebuild(self._facts["tensors"], rest)
 
+    def not_this(self, model: str) -> ModelError:
+        """The error of another network than the run's."""
+        return ModelError(
+            f"{self._folder.path} was trained with {self.name}, not with {model}; name its own network, or leave "
+            "--model out."
+        )
+
     def _damaged(self, error: Exception) -> RunError:
-        return RunError(f"{self._folder.path / NETWORK} is damaged: {str(error)[:200]}.")
+        return RunError(f"{self._folder.path / NETWORK} is damaged: {str(error)[:200].rstrip('.')}.")
 
 
 def _no_draw(rng: Rng) -> Tensor:

@@ -420,6 +420,9 @@ class Trainer:
         else:
             try:
                 self._check_state(state)
+                # Answers are checked, and a mean of finite answers is finite: what is not finite is the method's.
+                if not bool(torch.isfinite(state.centers.sum())):
+                    raise ValueError("centers are not finite")
                 return
             except (ValueError, TypeError, AttributeError) as error:
                 why = f"returned a wrong state: {error}"
@@ -478,7 +481,10 @@ class Trainer:
         return found
 
     def _movement(self) -> dict[str, Any]:
-        """What the start found and what the rounds changed: ARI after the start, and clients that moved since."""
+        """What the start found and what the rounds changed: ARI after the start, and clients that moved since.
+
+        Both are None for methods that put no client into a cluster before the first round.
+        """
         history = self.label_history()
         placed, last = history[0] >= 0, history[-1]
         seen = history[:-1] >= 0
@@ -487,7 +493,7 @@ class Trainer:
         first = of_clusters(np.where(self.attack.attackers.numpy(), -1, history[0]), known)
         return {
             "start_ari": METRICS["ari"].value(first),
-            "moved_since_start": int((last[placed] != history[0][placed]).sum()),
+            "moved_since_start": int((last[placed] != history[0][placed]).sum()) if placed.any() else None,
             "label_changes": [int(count) for count in ((history[1:] != history[:-1]) & seen).sum(1)],
         }
 
@@ -680,14 +686,20 @@ class Trainer:
     def _check_state(self, state: Any) -> None:
         """Raise ValueError if the tensors of a state do not have the clients and parameters of this run."""
         numbers, size = len(state.labels), int(self.algorithm.travels(self.engine.task).sum())
-        forms = {"common": ((size,), self.engine.dtype), "centers": ((len(state.centers), size), self.engine.dtype)}
+        clusters = state.centers.shape[:1] if state.centers.dim() == 2 else ("K",)
+        forms = {"common": ((size,), self.engine.dtype), "centers": ((*clusters, size), self.engine.dtype)}
         for name, (shape, dtype) in (forms | {"labels": ((numbers,), torch.int64)}).items():
             found = getattr(state, name)
             if tuple(found.shape) != shape or found.dtype != dtype:
-                raise ValueError(f"{name} is {found.dtype} of shape {tuple(found.shape)}, not {dtype} of {shape}")
-        most = max(len(state.centers), numbers)
-        if numbers > self.engine.num_clients or not bool(((state.labels >= -1) & (state.labels < most)).all()):
-            raise ValueError("labels are out of range")
+                expected = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
+                raise ValueError(f"{name} is {found.dtype} of shape {tuple(found.shape)}, not {dtype} of {expected}")
+        if numbers > self.engine.num_clients:
+            raise ValueError(f"labels are of {numbers} clients, and there are {self.engine.num_clients}")
+        most = state.num_clusters or numbers  # without centers, every client may be a cluster of its own
+        wrong = state.labels[(state.labels < -1) | (state.labels >= most)]
+        if len(wrong):
+            kind = f"{most} cluster{'s' * (most > 1)}" if state.num_clusters else f"{most} clients and no centers"
+            raise ValueError(f"labels are out of range: {int(wrong[0])}, with {kind} (-1 to {most - 1})")
         for name in state.of_clients:
             if len(rows := getattr(state, name)) not in (0, numbers):
                 raise ValueError(f"{name} has {len(rows)} rows, and there are {numbers} clients")

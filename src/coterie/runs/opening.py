@@ -6,6 +6,7 @@ another place, with the Python objects it was started with, or without its data.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ from coterie.engines.absent import AbsentEngine
 from coterie.engines.base import resolve_device
 from coterie.errors import CheckpointError, ConfigError, DataError, RunError
 from coterie.methods.base import Algorithm, find_algorithm
+from coterie.methods.fedavg import FedAvg
 from coterie.nets.flat import Loss, cross_entropy
-from coterie.nets.registry import Builder, models
+from coterie.nets.registry import Builder, ModelMaker, models
 from coterie.runs.checks import check_data
 from coterie.runs.execution import participants, plan_of
 from coterie.runs.experiment import Experiment, find_loss, resolve, resolve_own
@@ -33,13 +35,12 @@ from coterie.runs.loop import Trainer
 from coterie.runs.result import Result
 from coterie.runs.settings import Tables, build_run, merge
 from coterie.settings import build
-from coterie.trust import MODELS, check_trust, plugins
+from coterie.trust import METHODS, MODELS, check_trust, plugins
 
 _OF_NETWORK = (("run", "model"), ("run", "loss"), ("work", "optimizer"))
-_WAY_OUT = (
-    "Say --trust (in Python trust=True) if you know who wrote them, or give your own network again "
-    "(--model module:callable, in Python model=...)"
-)
+_TRUST = "Say --trust (in Python trust=True) if you know who wrote them"
+_NETWORK_AGAIN = f"{_TRUST}, or give your own network again (--model module:callable, in Python model=...)"
+_METHOD_AGAIN = f"{_TRUST}, or give your own method again (in Python algorithm=...)"
 
 
 @dataclass(frozen=True)
@@ -163,13 +164,20 @@ def open_run(
         with_network = with_data or trust or given.model is not None or network.name in models()
     # Settings of somebody else: first of all, what they would import.
     unused = given.fields if with_data or with_network else {*given.fields, *_OF_NETWORK}
-    check_trust(tables, folder.path, trust, unused if with_data else {*unused, ("engine", "address")}, _WAY_OUT)
+    unused = unused if with_data else {*unused, ("engine", "address")}
+    way_out = _METHOD_AGAIN if given.algorithm is None and _has_own_method(tables) else _NETWORK_AGAIN
+    check_trust(tables, folder.path, trust, unused, way_out)
     found, _ = folder.load_checkpoint()
     if found is not None:
         check_unchanged(folder, found, override)
     if with_data:
         return opened(folder, stored_experiment(folder, given, trust=trust))
     return _without(folder, given, summary, _last_checkpoint(folder, summary), with_network, trust)
+
+
+def _has_own_method(tables: Tables) -> bool:
+    name = str(tables["run"].get("algorithm"))
+    return ":" in name or name in plugins(METHODS)
 
 
 def _last_checkpoint(folder: RunFolder, summary: Mapping[str, Any]) -> Checkpoint:
@@ -214,7 +222,7 @@ def _without(
     if not with_network:  # nothing of it is imported
         tables["run"].pop("loss", None)
     if with_network and given.model is None:  # of a deployed run, whose settings do not name it
-        check_trust({"run": {"model": network.name}}, folder.path, trust, (), _WAY_OUT)
+        check_trust({"run": {"model": network.name}}, folder.path, trust, (), _NETWORK_AGAIN)
     run, schedule = build_run(tables["run"])
     algorithm = given.algorithm
     if algorithm is None:
@@ -230,7 +238,13 @@ def _without(
     dtype = torch.float64 if is_double else torch.float32
     engine = AbsentEngine(task, federation.names, federation.keys, resolve_device("cpu"), dtype)
     trainer = Trainer(algorithm, engine, federation, schedule, folder)
-    trainer.load(checkpoint)
+    try:
+        trainer.load(checkpoint)
+    except CheckpointError as error:
+        used = task.make.name if isinstance(task.make, ModelMaker) else network.name
+        if used != network.name:
+            raise network.not_this(used) from error
+        raise
     return Result(trainer, summary)
 
 
@@ -241,7 +255,16 @@ def open_models(
     with_network: bool = True,
     trust: bool = False,
     override: bool = False,
+    centers_only: bool = False,
 ) -> Result:
-    """A finished run for its models: without its data, unless an earlier version wrote the folder."""
-    with_data = not Network(RunFolder.open(Path(path))).is_there
+    """A finished run for its models: without its data, unless an earlier version wrote the folder.
+
+    With `centers_only`, the code of a user's own method is not needed, unless its clients keep a part of the model.
+    """
+    folder, given = RunFolder.open(Path(path)), given or Given()
+    with_data = not Network(folder).is_there
+    if centers_only and not (with_data or trust) and given.algorithm is None and _has_own_method(tables_of(folder)[0]):
+        with contextlib.suppress(CheckpointError):
+            known = replace(given, algorithm=FedAvg())  # any method: centers are read alike
+            return open_run(path, known, with_data=False, with_network=with_network, override=override)
     return open_run(path, given, with_data=with_data, with_network=with_network, trust=trust, override=override)

@@ -62,6 +62,7 @@ class RunData:
     samples: Ints | None = None  # [N] training samples
     scores: dict[str, Floats] = field(default_factory=dict)  # accuracy, f1, loss of the last evaluation [N]
     counts: Ints | None = None  # [N, L] training samples of each class
+    class_names: list[str] = field(default_factory=list)  # [L] where they have names
     sketches: Floats | None = None  # [N, D]
     sketched: Ints | None = None  # [N] the round of the sketch; 0: no sketch
     members: dict[str, NDArray[Any]] = field(default_factory=dict)  # picture, client, cluster, label
@@ -242,7 +243,8 @@ def _assembled(head: RunData, rows: list[Any], parts: Mapping[str, Any], where: 
         named_groups=checks.texts(manifest.get("group_names")),
         samples=checks.integers(clients.get("train_samples"), (count,)),
         scores=checks.last_scores(clients, count),
-        counts=checks.class_counts(manifest, names),
+        counts=(counts := checks.class_counts(manifest, names)),
+        class_names=checks.class_names(manifest, counts),
         sketches=None if sketched is None else sketch,
         sketched=None if sketch is None else sketched,
         members=checks.member_pictures(parts.get("members") or {}, count),

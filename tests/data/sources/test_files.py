@@ -118,7 +118,20 @@ def test_kinds_of_labels(tmp_path, labels, how, expected):
         ("a,label\n1,2", {"ignore": ("who",)}, "has no column 'who'; take it out of dataset.ignore."),
         ("a,label\n,2\n1,2", {}, "column 'a' is empty or not finite in sample 1;"),
         ("a,label\n1,0\n2,", {}, "the label of sample 2 is empty;"),
-        ("a,label\nred,0", {}, "column 'a' holds words ('red' ...); write it as numbers, or leave it out."),
+        (
+            "a,label\nred,0",
+            {},
+            "column 'a' holds words ('red' ...); write it as numbers, or leave it out with --set dataset.ignore=a; if "
+            "it names the clients, say --set dataset.user=a.",
+        ),
+        (
+            "a,label,user\nred,0,b",
+            {},
+            "column 'a' holds words ('red' ...); write it as numbers, or leave it out with --set dataset.ignore=a.",
+        ),
+        ("a,label\n1,0", {"ignore": "a,b"}, "has no column 'a,b'; write several as [a, b]."),
+        ("a;b;label\n1;2;0", {}, "own.csv separates its columns by semicolons; save it with commas."),
+        ("a\tlabel\n1\t0", {}, "own.csv separates its columns by tabs; save it with commas, or call it .tsv."),
         ("a,label\n1,red", {"labels": "numbers"}, "labels must be numbers. Got words ('red' ...) instead."),
         ("a,label,split\n1,0,later", {}, "has 'later' in its column of splits; write train, valid or test."),
         (

@@ -159,7 +159,7 @@ def test_in_the_next_round_it_chooses_by_loss():
         {
             "round": 2,
             "cluster": None,
-            "reason": "1 of 1 client(s) that chose anew moved to another cluster",
+            "reason": "1 of 1 client that chose anew moved to another cluster",
         }
     ]
     totals = engine.ledger.totals()

@@ -149,6 +149,13 @@ def test_the_legend_names_round_sizes():
     assert [text.get_text() for text in legend.get_texts()] == ["100", "50", "10"]
 
 
+@pytest.mark.parametrize("clients", [2, 450], ids=["bubbles", "heat map"])
+def test_classes_with_names_are_called_by_them(clients: int):
+    federation = replace(made([[3, 1, 2]] * clients), class_names=("calm", "happy", "a very long name of a class"))
+    axes = plots.label_bubbles(federation).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["calm", "happy", "a very…a class"]
+
+
 def test_names_with_signs_of_formulas_are_drawn_as_they_are():
     names = ["a$b$-0", "x_{-1", "$"]
     figure = plots.label_bubbles(made([[1], [1], [1]], [0, 1, 2], names))

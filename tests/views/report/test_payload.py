@@ -75,6 +75,15 @@ def test_many_clients_are_a_heat_map_whose_columns_are_shares(tmp_path: Path):
     assert sorted(payload["group"]) == payload["group"]
 
 
+def test_classes_are_called_by_their_names(tmp_path: Path):
+    path = make_run(tmp_path, clients=4, classes=3)
+    file = path / "artifacts" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    for names, shown in ((["a", "b", "c"], ["a", "b", "c"]), (["a", "b"], [0, 1, 2]), (3, [0, 1, 2])):
+        file.write_text(json.dumps(manifest | {"class_names": names}))
+        assert run_payload(read_run(path), tsne=False)["labels"]["classes"] == shown
+
+
 def test_bubbles_are_the_counts_in_order_of_group(tmp_path: Path):
     run = read_run(make_run(tmp_path, clients=6, clusters=2))
     payload = run_payload(run, tsne=False)["labels"]
@@ -212,3 +221,9 @@ def test_movement_tells_the_rounds_in_which_labels_changed(tmp_path: Path):
         "moved": 3.0,
         "changes": [[1, 2], [4, 1]],
     }
+    no_start = {"start_ari": None, "moved_since_start": None}
+    file.write_text(json.dumps(summary | more | no_start))
+    found = run_payload(read_run(path), tsne=False)["movement"]
+    assert (found["moved"], found["changes"]) == (None, [[1, 2], [4, 1]])
+    file.write_text(json.dumps(summary | no_start | {"label_changes": [0, 0, 0, 0]}))
+    assert run_payload(read_run(path), tsne=False)["movement"] is None

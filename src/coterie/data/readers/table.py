@@ -13,6 +13,7 @@ from coterie.data.readers._files import damaged, invalid, must_exist
 from coterie.errors import MissingExtra
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
+_OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 
 
 def read_table(path: Path) -> dict[str, NDArray[Any]]:
@@ -54,6 +55,9 @@ def _csv_rows(path: Path, only_names: bool = False) -> list[list[str]]:
             rows = [] if only_names else [row for row in reader if row]
     except (UnicodeDecodeError, csv.Error) as error:
         raise invalid(path, f"is not a readable csv file: {error}", "save it as csv in UTF-8") from error
+    if len(names) == 1 and (other := next((sign for sign in _OTHER_SEPARATORS if sign in names[0]), None)):
+        how = "save it with commas" + (", or call it .tsv" if other == "\t" else "")
+        raise invalid(path, f"separates its columns by {_OTHER_SEPARATORS[other]}", how)
     if not all(names) or not names:
         raise invalid(path, "has a column without a name", "its first line must name the columns")
     twice = [name for name in names if names.count(name) > 1]

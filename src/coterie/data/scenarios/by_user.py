@@ -10,7 +10,7 @@ import torch
 
 from coterie.data.scenario import ClientShare, Part, Partition, cut_own_tests, register_part, shuffled
 from coterie.errors import DataError
-from coterie.settings import setting
+from coterie.settings import counted, setting
 
 
 @register_part
@@ -58,8 +58,8 @@ class ByUser(Part):
             name, rows = data.user_names[user], order[starts[user] : starts[user + 1]]
             if len(rows) < 2:
                 raise DataError(
-                    f"User '{name}' of {data.name} has {len(rows)} sample(s), but training and testing need one each; "
-                    "leave such users out with --set scenario.min_samples=2."
+                    f"User '{name}' of {data.name} has {counted(len(rows), 'sample')}, but training and testing need "
+                    "one each; leave such users out with --set scenario.min_samples=2."
                 )
             group = spread[position] if data.group is None else int(data.group[rows[0]])
             # Always shuffled: the last training rows are held out for validation.

@@ -48,11 +48,16 @@ class Table(FileSource):
         columns = read_table(path)
         unknown = [name for name in self.ignore if name not in columns]
         if unknown:
-            raise DataError(f"{where} has no column '{unknown[0]}'; take it out of dataset.ignore.")
+            several = "write several as [a, b]" if "," in unknown[0] else "take it out of dataset.ignore"
+            raise DataError(f"{where} has no column '{unknown[0]}'; {several}.")
         named = {role: self._column(role, columns) for role in ("user", "group", "split")}
         label = label_column(columns, self.label, where, "--set dataset.label=NAME")
         used = {self.label, *named.values(), *self.ignore}
-        x = features_of({name: as_numbers(values) for name, values in columns.items() if name not in used}, where)
+        features = {name: as_numbers(values) for name, values in columns.items() if name not in used}
+        way_out = "leave it out with --set dataset.ignore=NAME"
+        if named["user"] is None:
+            way_out = f"{way_out}; if it names the clients, say --set dataset.user=NAME"
+        x = features_of(features, where, way_out)
         inputs = inputs_of(x, where)
         targets = targets_of(as_labels(label, self.labels, where), where)
         found = {role: None if name is None else columns[name] for role, name in named.items()}

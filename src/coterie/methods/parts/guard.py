@@ -37,6 +37,7 @@ from coterie.methods.parts.centers import (
 from coterie.methods.parts.clustering import kmeans
 from coterie.methods.parts.start import by_signature, choose_anew, enough_clients, with_signatures
 from coterie.randomness import Rng
+from coterie.settings import counted
 
 _SAME = 0.05  # centers closer than this share of a typical update are the same
 _FIRST = 2  # the first round after which clients choose anew: before it, the centers hardly differ
@@ -96,7 +97,7 @@ def rechosen(
     )
     if not bool(moved.any()):
         return state
-    reason = f"{int(moved.sum())} of {len(found.clients)} client(s) that chose anew moved to another cluster"
+    reason = f"{int(moved.sum())} of {counted(len(found.clients), 'client')} that chose anew moved to another cluster"
     return recorded(state, None, reason, engine)
 
 

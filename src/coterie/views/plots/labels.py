@@ -42,7 +42,8 @@ def label_bubbles(federation: Federation, *, dark: bool = False) -> Figure:
         raise DataError(f"{federation.name} has no classes, only targets: there are no labels to draw.")
     groups = None if federation.groups is None else np.unique(federation.groups.numpy(), return_inverse=True)[1]
     names, counts = federation.group_names(), federation.label_counts("train", "valid").numpy()
-    return _draw(counts, groups, [names[k] for k in sorted(names)], federation.names, DARK if dark else LIGHT)
+    titles, theme = [names[k] for k in sorted(names)], DARK if dark else LIGHT
+    return _draw(counts, groups, titles, federation.names, federation.class_names, theme)
 
 
 def held_labels(run: Any, *, dark: bool = False) -> Figure:
@@ -50,7 +51,7 @@ def held_labels(run: Any, *, dark: bool = False) -> Figure:
     data, theme = of_run(run, dark)
     if data.counts is None or not data.counts.shape[1]:
         raise DataError(f"{data.name} has not recorded the classes of its clients.")
-    return _draw(data.counts, data.group_positions(), data.group_names(), data.names, theme)
+    return _draw(data.counts, data.group_positions(), data.group_names(), data.names, data.class_names, theme)
 
 
 def classes_that_hold(counts: Ints, percent: int = 80) -> Ints:
@@ -65,27 +66,60 @@ def classes_that_hold(counts: Ints, percent: int = 80) -> Ints:
     return np.where(wanted[:, 0] > 0, fewest, 0)
 
 
-def _draw(counts: Ints, groups: Ints | None, titles: Sequence[str], names: Sequence[str], theme: Theme) -> Figure:
-    """Counts [N, L]; groups [N] are positions in `titles`."""
+def _draw(
+    counts: Ints,
+    groups: Ints | None,
+    titles: Sequence[str],
+    names: Sequence[str],
+    classes: Sequence[str],
+    theme: Theme,
+) -> Figure:
+    """Counts [N, L]; groups [N] are positions in `titles`; `classes` [L] are the names of the classes, if any."""
     places = np.zeros(len(counts), dtype=np.int64) if groups is None else groups
     above = 0.8 if titles else 0.5
     if len(counts) > MOST_BUBBLES:
-        return _heat_map(counts, places, titles, above, theme)
-    return _bubbles(counts, places, titles, names, above, theme)
+        return _heat_map(counts, places, titles, classes, above, theme)
+    return _bubbles(counts, places, titles, names, classes, above, theme)
+
+
+def _room_of(classes: Sequence[str]) -> float:
+    """Inches left of the panel for the names of the classes."""
+    return 0.7 + 0.065 * max(0, min(14, max(map(len, classes), default=0)) - 3)
+
+
+def _class_axis(axes: Axes, classes: Sequence[str], count: int, most: int) -> None:
+    """Up to `most` ticks with the names of the classes, or their numbers."""
+    places = ticks(count, most)
+    axes.set_ylabel("class")
+    if not classes:
+        axes.set_yticks(places)
+        return
+    axes.set_yticks(places, [_short(classes[place]) for place in places], fontsize=7, parse_math=False)
+
+
+def _short(name: str) -> str:
+    name = safe_text(name)
+    return name if len(name) <= 14 else f"{name[:6]}…{name[-7:]}"
 
 
 def _bubbles(
-    counts: Ints, groups: Ints, titles: Sequence[str], names: Sequence[str], above: float, theme: Theme
+    counts: Ints,
+    groups: Ints,
+    titles: Sequence[str],
+    names: Sequence[str],
+    classes: Sequence[str],
+    above: float,
+    theme: Theme,
 ) -> Figure:
     order = np.argsort(groups, kind="stable")
     counts, groups = counts[order], groups[order]
-    clients, classes = counts.shape
-    wide, high = float(np.clip(9.0 / clients, 0.1, 0.6)), float(np.clip(6.0 / classes, 0.11, 0.34))  # inches of a cell
+    clients, tall = counts.shape
+    wide, high = float(np.clip(9.0 / clients, 0.1, 0.6)), float(np.clip(6.0 / tall, 0.11, 0.34))  # inches of a cell
     named = clients <= _MOST_NAMES
     below = 0.25 + 0.07 * min(14, max(len(name) for name in names)) if named else 0.6
     title = f"{clients:,} clients, {int(counts.sum()):,} samples: classes held by each client"
     room = max(wide * clients, 3.6)
-    figure, axes = panel(room, max(high * classes, 1.2), (0.7, 1.1, above, below), theme, title)
+    figure, axes = panel(room, max(high * tall, 1.2), (_room_of(classes), 1.1, above, below), theme, title)
 
     client, label = np.nonzero(counts)
     largest = max(1, int(counts.max()))
@@ -101,12 +135,10 @@ def _bubbles(
         zorder=2,
         gid="bubbles",
     )
-    axes.set(xlim=(-0.5, clients - 0.5), ylim=(-0.5, classes - 0.5), ylabel="class")
-    axes.set_yticks(ticks(classes, 30 if high > 0.15 else 12))
+    axes.set(xlim=(-0.5, clients - 0.5), ylim=(-0.5, tall - 0.5))
+    _class_axis(axes, classes, tall, 30 if high > 0.15 else 12)
     if named:
-        safe = [safe_text(names[i]) for i in order]
-        short = [name if len(name) <= 14 else f"{name[:6]}…{name[-7:]}" for name in safe]
-        axes.set_xticks(range(clients), short, rotation=90, fontsize=7, parse_math=False)
+        axes.set_xticks(range(clients), [_short(names[i]) for i in order], rotation=90, fontsize=7, parse_math=False)
     else:
         axes.set_xticks(ticks(clients, 20))
         axes.set_xlabel("client" + (", by group" if titles else ""))
@@ -136,25 +168,27 @@ def _widest_bubble(diameters: NDArray[np.float64]) -> float:
 def _legend_sizes(largest: int) -> list[int]:
     """Up to three round numbers of samples for the legend.
 
-    >>> _legend_sizes(137), _legend_sizes(5), _legend_sizes(1)
-    ([100, 50, 10], [5, 2, 1], [1])
+    >>> _legend_sizes(137), _legend_sizes(49), _legend_sizes(5), _legend_sizes(1)
+    ([100, 50, 10], [40, 20, 4], [5, 2, 1], [1])
     """
-    rounds = [m * 10**e for e in range(12) for m in (1, 2, 5)]
+    rounds = [m * 10**e for e in range(12) for m in (1, 2, 3, 4, 5, 6, 8)]
     top = max(size for size in rounds if size <= largest)
     return sorted({top, max(size for size in rounds if size <= max(1, top // 2)), max(1, top // 10)}, reverse=True)
 
 
-def _heat_map(counts: Ints, groups: Ints, titles: Sequence[str], above: float, theme: Theme) -> Figure:
+def _heat_map(
+    counts: Ints, groups: Ints, titles: Sequence[str], classes: Sequence[str], above: float, theme: Theme
+) -> Figure:
     order, shares = by_main_class(counts, groups)
-    clients, classes = shares.shape
-    room, tall = 10.0, float(np.clip(0.3 * classes, 2.4, 7.0))
+    clients, count = shares.shape
+    room, tall = 10.0, float(np.clip(0.3 * count, 2.4, 7.0))
     title = f"{clients:,} clients, {int(counts.sum()):,} samples: share of each class at each client"
-    figure, axes = panel(room, tall, (0.7, 1.25, above, 0.6), theme, title)
+    figure, axes = panel(room, tall, (_room_of(classes), 1.25, above, 0.6), theme, title)
     # A few clients with a single class would make all others pale.
-    top = max(float(np.quantile(shares[shares > 0], 0.98)) if shares.any() else 1.0, 1.0 / classes)
+    top = max(float(np.quantile(shares[shares > 0], 0.98)) if shares.any() else 1.0, 1.0 / count)
     image = axes.imshow(
         narrowed(shares, _MOST_SLICES)[1].T,
-        extent=(-0.5, clients - 0.5, -0.5, classes - 0.5),
+        extent=(-0.5, clients - 0.5, -0.5, count - 0.5),
         aspect="auto",
         origin="lower",
         interpolation="nearest",
@@ -163,9 +197,9 @@ def _heat_map(counts: Ints, groups: Ints, titles: Sequence[str], above: float, t
         vmax=top,
         gid="shares",
     )
-    axes.set(xlim=(-0.5, clients - 0.5), ylim=(-0.5, classes - 0.5), ylabel="class")
+    axes.set(xlim=(-0.5, clients - 0.5), ylim=(-0.5, count - 0.5))
     axes.set_xlabel("client, by group, then by most frequent class" if titles else "client, by most frequent class")
-    axes.set_yticks(ticks(classes, 20))
+    _class_axis(axes, classes, count, 20)
     axes.set_xticks(ticks(clients, 10))
     _mark_groups(axes, groups[order], titles, room, theme)
     bar = put_colour_bar(figure, image, theme, right=1.05, below=0.6, tall=tall, more=float(shares.max()) > top)

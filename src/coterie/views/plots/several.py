@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from coterie.data.pictures import spread_evenly
 from coterie.errors import ConfigError, DataError, StorageError, UnknownName
 from coterie.runs.metrics import metrics
 from coterie.runs.reading import as_run
+from coterie.settings import counted
 from coterie.views.plots import labels, run, samples
 from coterie.views.plots.style import DARK, LIGHT, colour, draw_line, frame, panels, put_legend, round_axis, score_axis
 from coterie.views.report import compare
@@ -88,7 +88,7 @@ def k_curves(choice: Choice, *, dark: bool = False) -> Figure:
         "held-out accuracy": [row.accuracy_error or 0.0 for row in rows],
         "gap statistic": [row.gap_error or 0.0 for row in rows],
     }
-    how = f"{choice.clients:,} clients, {choice.rounds} round(s) each"
+    how = f"{choice.clients:,} clients, {counted(choice.rounds, 'round')} each"
     title = f"number of clusters: K = {choice.recommended} is recommended ({how})"
     figure, found = panels(len(measured), 2.3, 1.9, (0.6, 0.25, 0.85, 0.55), 0.85, theme, title)
     numbers = [row.clusters for row in rows]
@@ -139,6 +139,7 @@ PICTURES: Mapping[str, Callable[..., Any]] = {
     "seconds": run.seconds,
 }
 """Every plot of a single run, by the name of its file."""
+_FUNCTIONS = {draw.__name__: name for name, draw in PICTURES.items() if not isinstance(draw, functools.partial)}
 
 
 def picture_names() -> list[str]:
@@ -156,8 +157,10 @@ def save_all(
 ) -> list[Path]:
     """Draw every plot that the runs have data for, or `only` some, into `folder` as PNG and SVG.
 
-    Each of several runs has its own folder, beside the curves of all of them.
+    `only` are names of files or of functions. Each of several runs has its own folder, beside the curves of all of
+    them.
     """
+    only = [_FUNCTIONS.get(name, name) for name in only]
     for name in only:
         if name not in picture_names():
             raise UnknownName("picture", name, picture_names())
@@ -175,11 +178,18 @@ def save_all(
         by_bytes = functools.partial(curves, data, "accuracy", against="bytes", dark=dark)
         jobs.append((folder / "compare-accuracy-by-bytes", by_bytes))
     jobs = [(stem, draw) for stem, draw in jobs if not only or stem.name in only]
-    say(f"drawing {len(jobs)} plots")
+    say(f"drawing {counted(len(jobs), 'plot')}")
     written: list[Path] = []
+    missing: list[str] = []
     for stem, draw in jobs:
-        with contextlib.suppress(DataError):  # no data for this plot
-            written += save(draw(), stem)
+        try:
+            figure = draw()
+        except DataError:
+            missing.append(stem.relative_to(folder).as_posix())
+            continue
+        written += save(figure, stem)
+    if missing:
+        say(f"not drawn, as the data is not there: {', '.join(missing)}")
     return written
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from coterie.errors import StorageError
 from coterie.runs.reading import RunData
+from coterie.settings import counted
 from coterie.trust import write_whole
 from coterie.views.report.payload import page_payload
 
@@ -90,7 +91,7 @@ def write_report(
     situations: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
     """Write the page completely, or leave the old file as it was."""
-    say(f"writing the report of {len(runs)} run(s)")
+    say(f"writing the report of {counted(len(runs), 'run')}")
     text = report_html(runs, tsne=tsne, situations=situations)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

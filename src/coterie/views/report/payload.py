@@ -97,9 +97,14 @@ def run_payload(run: RunData, *, tsne: bool = True) -> Payload:
 
 
 def _movement(summary: Mapping[str, Any]) -> Payload | None:
-    """What the start found and what the rounds changed; None for runs that did not record it."""
+    """What the start found and what the rounds changed; None if there is nothing to show.
+
+    Methods without a start have no `start` and no `moved`.
+    """
     changes = summary.get("label_changes")
     if not isinstance(changes, list) or not all(isinstance(count, int) for count in changes):
+        return None
+    if summary.get("moved_since_start") is None and not any(changes):
         return None
     found = {"start": summary.get("start_ari"), "end": summary.get("ari"), "moved": summary.get("moved_since_start")}
     numbers = {key: _rounded(float(v), 4) if isinstance(v, (int, float)) else None for key, v in found.items()}
@@ -255,15 +260,16 @@ def _labels(run: RunData) -> Payload | None:
         return None
     places = np.zeros(len(counts), dtype=np.int64) if groups is None else groups
     classes = spread_evenly(counts.shape[1], MOST_CLASSES)
+    called = [run.class_names[k] for k in classes] if run.class_names else classes
     if len(counts) <= MOST_BUBBLES:
         order = np.argsort(places, kind="stable")
         shown = counts[order][:, classes]
-        return {"kind": "bubbles", "clients": order.tolist(), "classes": classes, "counts": shown.tolist()}
+        return {"kind": "bubbles", "clients": order.tolist(), "classes": called, "counts": shown.tolist()}
     order, shares = by_main_class(counts, places)
     starts, means = narrowed(shares, MOST_SLICES)
     return {
         "kind": "heat",
-        "classes": classes,
+        "classes": called,
         "group": places[order[starts]].tolist(),
         "shares": [_numbers(column, 3) for column in means[:, classes].T],
         "of": len(counts),

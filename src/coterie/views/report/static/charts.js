@@ -447,14 +447,14 @@ const Charts = (() => {
     if (spec.legend) host.append(legend(spec.legend, null, null));
     const rows = spec.classes.length, columns = spec.counts.length;
     const high = Math.max(1, ...spec.counts.map((row) => Math.max(...row)));
-    const f = frame(host, spec.title, 30 + Math.max(120, Math.min(rows * 22, 420)) + 24, { left: 34, right: 10, top: 8, bottom: 24 });
+    const f = frame(host, spec.title, 30 + Math.max(120, Math.min(rows * 22, 420)) + 24, { left: spec.left, right: 10, top: 8, bottom: 24 });
     const cellW = (f.x1 - f.x0) / columns, cellH = (f.y0 - f.y1) / rows;
     // The largest bubble may be wider than its column but not higher than its row: neighbours may touch.
     const most = Math.max(1.5, Math.min(cellH * 0.48, Math.max(cellW * 0.9, 3)));
     spec.classes.forEach((name, r) => {
       const y = f.y0 - (r + 0.5) * cellH;
       draw("line", { class: "gridline", x1: f.x0, x2: f.x1, y1: y, y2: y }, f.svg);
-      if (r % Math.max(1, Math.ceil(12 / cellH)) === 0) draw("text", { x: f.x0 - 6, y: y + 4, "text-anchor": "end", text: name }, f.svg);
+      if (r % Math.max(1, Math.ceil(12 / cellH)) === 0) draw("text", { x: f.x0 - 6, y: y + 4, "text-anchor": "end", text: clipped(String(name), Math.max(4, Math.floor((spec.left - 8) / 6.2))) }, f.svg);
     });
     spec.counts.forEach((row, c) => row.forEach((n, r) => {
       if (!n) return;

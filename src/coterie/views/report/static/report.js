@@ -277,15 +277,16 @@ const Report = (() => {
       const l = run.labels, names = run.groups;
       const legend = c.group && names.length <= 16 ? names.map((name, g) => ({ name, colour: g })) : null;
       const title = "Classes held by each client";
+      const left = Math.max(34, Math.min(110, 10 + 6.2 * Math.max(...l.classes.map((name) => String(name).length))));
       if (l.kind === "bubbles") {
         panel(home, "labels", title, `The area of a bubble is the number of training samples${c.group ? "; clients are ordered by true group" : ""}.`,
-          (host) => bubbles(host, { title, counts: l.counts, classes: l.classes, colours: l.clients.map((i) => (c.group ? c.group[i] : 0)), names: l.clients.map((i) => c.name[i]), legend, xLabel: `${l.clients.length} clients${c.group ? ", by true group" : ""}` }),
+          (host) => bubbles(host, { title, left, counts: l.counts, classes: l.classes, colours: l.clients.map((i) => (c.group ? c.group[i] : 0)), names: l.clients.map((i) => c.name[i]), legend, xLabel: `${l.clients.length} clients${c.group ? ", by true group" : ""}` }),
           { wide: l.clients.length > 60, table: () => plain(["client", ...l.classes.map((k) => `class ${k}`)], l.clients.map((i, row) => [c.name[i], ...l.counts[row]])) });
       } else {
         const bands = [];
         l.group.forEach((g, i) => { const last = bands[bands.length - 1]; if (last && last.colour === g) last.to = i + 1; else bands.push({ colour: g, from: i, to: i + 1, name: names[g] || "" }); });
         panel(home, "labels", title, `Share of each class at each client. Clients are ordered by ${c.group ? "true group, then by " : ""}most frequent class; neighbours are averaged.`,
-          (host) => grid(host, { title, values: l.shares, rows: l.classes.map(String), columns: null, left: 34, bottom: 22, cellHeight: l.classes.length > 20 ? 7 : 16, most: 40, bands: c.group ? bands : null, xLabel: `${l.of} clients`,
+          (host) => grid(host, { title, values: l.shares, rows: l.classes.map(String), columns: null, left, bottom: 22, cellHeight: l.classes.length > 20 ? 7 : 16, most: 40, bands: c.group ? bands : null, xLabel: `${l.of} clients`,
             describe: (r, i, v) => [`class ${l.classes[r]}`, `${percent(v)} of the samples${c.group ? ` (${names[l.group[i]]})` : ""}`] }), { wide: true });
       }
     }
@@ -373,9 +374,10 @@ const Report = (() => {
   // ---- repairs, failures, settings ----
 
   function trouble(home, run) {
-    if (run.movement) panel(home, "movement", "Start and end", "What the start found, and what the rounds changed.", (host) => {
+    const started = run.movement && known(run.movement.moved);
+    if (run.movement) panel(home, "movement", started ? "Start and end" : "Changes of cluster", started ? "What the start found, and what the rounds changed." : "How often clients came to another cluster.", (host) => {
       const m = run.movement, ari = (value) => (known(value) ? value.toFixed(2) : "–");
-      const lines = [`ARI after the start ${ari(m.start)}, at the end ${ari(m.end)}.`, `${m.moved} clients are in another cluster than after the start.`];
+      const lines = started ? [`ARI after the start ${ari(m.start)}, at the end ${ari(m.end)}.`, `${m.moved} clients are in another cluster than after the start.`] : [];
       lines.push(m.changes.length ? "Clients that changed their cluster, by round:" : "No client changed its cluster in any round.");
       const parts = lines.map((line) => el("p", {}, line));
       host.replaceChildren(...parts, ...(m.changes.length ? [plain(["round", "clients"], m.changes)] : []));
