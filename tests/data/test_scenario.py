@@ -76,6 +76,10 @@ def test_bad_values_give_one_sentence():
         Scenario.named("rotated", {"groups": 0})
     with pytest.raises(ConfigError, match=r"^valid of Common must be a number >= 0 and < 1\. Got 1\.0 instead\.$"):
         Scenario.named("iid", {"valid": 1})
+    with pytest.raises(
+        ConfigError, match=r"^alpha of Common must be a number >= 1e-06 and <= 1e\+09 or None\. Got 1e-320"
+    ):
+        Scenario.named("rotated", {"alpha": 1e-320})
     with pytest.raises(ConfigError, match=r"^clients must be an int >= 1\. Got 0 instead\.$"):
         partitioned("iid", pictures(10), 0)
 

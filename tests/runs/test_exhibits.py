@@ -14,7 +14,7 @@ import torch
 import coterie
 from coterie.data.federation import Federation
 from coterie.engines.base import Chunk
-from coterie.errors import Interrupted
+from coterie.errors import Interrupted, RunError
 from coterie.methods.base import find_algorithm
 from coterie.randomness import Rng
 from coterie.runs.execution import execute
@@ -135,14 +135,36 @@ def test_a_resumed_run_has_the_same_exhibits(tmp_path: Path):
         assert all(one[key].tobytes() == other[key].tobytes() for key in one)
 
 
-def test_a_damaged_sketch_file_does_not_stop_a_resume(tmp_path: Path):
+def no_zip(path: Path) -> None:
+    path.write_bytes(b"PK\x03\x04 no zip")
+
+
+def words(path: Path) -> None:
+    with np.load(path) as found:
+        rows, rounds = found["sketch"], found["round"]
+    np.savez(path, sketch=rows, round=np.full(len(rounds), "", dtype="U1"))
+
+
+@pytest.mark.parametrize("damage", [no_zip, words])
+def test_a_damaged_sketch_file_does_not_stop_a_resume(damage, tmp_path: Path):
     setup = setup_of(find_algorithm("fesem")(), schedule=Schedule(rounds=3, checkpoint_every=0.0))
     folder = RunFolder.create(tmp_path, "cut", "cut", setup.tables())
     with pytest.raises(Interrupted):
         execute(setup, folder, None, lambda: len(folder.rows()) == 2)
-    (folder.path / "artifacts" / "sketches.npz").write_bytes(b"PK\x03\x04 no zip")
+    damage(folder.path / "artifacts" / "sketches.npz")
     execute(setup, RunFolder.open(folder.path))
     assert (arrays(folder.path, "sketches")["round"] == 3).all()
+
+
+def test_a_row_without_its_round_is_named(tmp_path: Path):
+    setup = setup_of(find_algorithm("fesem")(), schedule=Schedule(rounds=3, checkpoint_every=0.0))
+    folder = RunFolder.create(tmp_path, "cut", "cut", setup.tables())
+    with pytest.raises(Interrupted):
+        execute(setup, folder, None, lambda: len(folder.rows()) == 2)
+    rows = folder.path / "rounds.jsonl"
+    rows.write_text(rows.read_text().replace('"round": 2', '"rouns": 2', 1))
+    with pytest.raises(RunError, match="damaged in line 2: it has no round number"):
+        execute(setup, RunFolder.open(folder.path))
 
 
 # ---- pictures of members ----

@@ -32,7 +32,7 @@ class Common:
         None, "samples per client, or their mean with quantity; by default all samples are distributed", ge=2
     )
     alpha: float | None = setting(
-        None, "label skew, a Dirichlet parameter: smaller is stronger; by default none", gt=0, le=1e9
+        None, "label skew, a Dirichlet parameter: smaller is stronger; by default none", ge=1e-6, le=1e9
     )
     sense: Literal["total", "per_class", "shares"] = setting(
         "total",
@@ -43,7 +43,7 @@ class Common:
     quantity: float | None = setting(
         None,
         "size skew: clients' shares ~ Dir(quantity), but not with sense=shares; by default equal sizes",
-        gt=0,
+        ge=1e-6,
         le=1e9,
     )
     kinds: tuple[float, ...] | None = setting(

@@ -213,7 +213,8 @@ def find_suites(names: Sequence[str]) -> list[Suite]:
         if name.endswith(".toml"):
             paths[Path(name).stem] = Path(name)
             continue
-        found = [one for one in known if name in (ALL, one) or one.startswith((f"{name}/", f"{name}-"))]
+        parts = [one for one in known if name == ALL or one.startswith((f"{name}/", f"{name}-"))]
+        found = [name] if name in known else parts
         if not found:
             raise UnknownName("suite", name, [*known, ALL])
         paths |= {one: FOLDER / f"{one}.toml" for one in found}

@@ -71,10 +71,12 @@ class Sketches:
         return {"sketch": self.rows, "round": self.rounds}
 
     def load(self, arrays: Arrays) -> None:
-        """Load what a resumed run had written; arrays of another shape are ignored."""
+        """Load what a resumed run had written; arrays of another type or shape are ignored."""
         rows, rounds = arrays.get("sketch"), arrays.get("round")
-        if rows is not None and rounds is not None and rows.shape == self.rows.shape and rounds.shape == (len(rows),):
-            self.rows, self.rounds = rows.astype(np.float32), rounds.astype(np.int64)
+        if rows is None or rows.shape != self.rows.shape or rows.dtype != self.rows.dtype:
+            return
+        if rounds is not None and rounds.shape == self.rounds.shape and rounds.dtype == self.rounds.dtype:
+            self.rows, self.rounds = rows.copy(), rounds.copy()
 
 
 class _Listening:

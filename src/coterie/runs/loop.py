@@ -36,7 +36,7 @@ from coterie.errors import (
 )
 from coterie.methods.base import Algorithm, ClusterState, Personal
 from coterie.randomness import Rng
-from coterie.runs.checks import check_checkpoint, plain_settings, unfit
+from coterie.runs.checks import check_checkpoint, columns_of, plain_settings, unfit
 from coterie.runs.divergence import divergence, loss_of_guessing
 from coterie.runs.exhibits import Arrays, Sketches, listening, member_pictures
 from coterie.runs.folder import Checkpoint, RunFolder
@@ -622,6 +622,8 @@ class Trainer:
     def load(self, checkpoint: Checkpoint, rows: list[Row] | None = None) -> None:
         """As `restore`, without changing the folder; `rows` are those of the rounds, by default the folder's."""
         rows = rows if self.folder is None or rows is not None else self.folder.rows()
+        rows = (rows or [])[: checkpoint.round]
+        columns_of(rows, "rounds.jsonl" if self.folder is None else str(self.folder.path / "rounds.jsonl"))  # or raises
         tensors, plain = checkpoint.tensors, checkpoint.plain
 
         def under(prefix: str) -> dict[str, Tensor]:
@@ -646,7 +648,7 @@ class Trainer:
         count = len(plain["score_rounds"])
         self.progress = Progress(
             round=checkpoint.round,
-            rows=(rows or [])[: checkpoint.round],
+            rows=rows,
             labels=list(tensors["history.labels"].numpy()),
             scores=[{name: values[i] for name, values in history.items()} for i in range(count)],
             score_rounds=list(plain["score_rounds"]),

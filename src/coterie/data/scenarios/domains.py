@@ -51,7 +51,7 @@ class GroupedLabels(Part):
     summary: ClassVar[str] = "groups of classes divided among clients by Dir(alpha) (FedDSMIC)"
 
     groups: int = setting(3, "number of groups of classes", ge=1)
-    alpha: float = setting(0.5, "Dirichlet parameter over the clients: smaller is stronger", gt=0, le=1e9)
+    alpha: float = setting(0.5, "Dirichlet parameter over the clients: smaller is stronger", ge=1e-6, le=1e9)
     total: int | None = setting(None, "total number of samples; by default all", ge=2)
 
     def configure(self, partition: Partition) -> None:

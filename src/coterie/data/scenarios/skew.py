@@ -25,7 +25,7 @@ class Dirichlet(Part):
     key: ClassVar[str] = "dirichlet"
     summary: ClassVar[str] = "label skew: clients have different class proportions"
 
-    alpha: float = setting(3.0, "Dirichlet parameter: smaller is stronger", gt=0, le=1e9)
+    alpha: float = setting(3.0, "Dirichlet parameter: smaller is stronger", ge=1e-6, le=1e9)
     sense: Literal["total", "per_class", "shares"] = setting("total", "what alpha means; see the common settings")
 
     def configure(self, partition: Partition) -> None:
@@ -40,7 +40,7 @@ class QuantitySkew(Part):
     key: ClassVar[str] = "quantity_skew"
     summary: ClassVar[str] = "size skew: clients have different numbers of samples"
 
-    quantity: float = setting(0.5, "Dirichlet parameter of the clients' shares: smaller is stronger", gt=0, le=1e9)
+    quantity: float = setting(0.5, "Dirichlet parameter of the clients' shares: smaller is stronger", ge=1e-6, le=1e9)
 
     def configure(self, partition: Partition) -> None:
         partition.common = replace(partition.common, quantity=self.quantity)
