@@ -33,8 +33,9 @@ from __future__ import annotations
 import abc
 import importlib
 import importlib.util
+import inspect
+import os
 import pkgutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
@@ -252,8 +253,9 @@ def register(cls: type[Algorithm[Any]]) -> type[Algorithm[Any]]:
 
 def _origin(cls: type) -> tuple[str, str]:
     """The file and the name of a class: the same if its module is imported again, or runs as `__main__`."""
-    module = sys.modules.get(cls.__module__)
-    return str(getattr(module, "__file__", cls.__module__)), cls.__qualname__
+    files = [function.__code__.co_filename for function in vars(cls).values() if inspect.isfunction(function)]
+    written = [os.path.realpath(file) for file in files if os.path.isfile(file)]  # a dataclass adds others
+    return written[0] if written else cls.__module__, cls.__qualname__
 
 
 def algorithms() -> dict[str, type[Algorithm[Any]]]:

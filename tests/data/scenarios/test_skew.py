@@ -136,7 +136,9 @@ def test_clients_too_small_for_test_samples_of_their_own_share_one_of_their_clas
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(ConfigError, match=r"alpha of Dirichlet must be a number > 0 and <= 1e\+09. Got -1.0 instead"):
+    with pytest.raises(
+        ConfigError, match=r"alpha of Dirichlet must be a number >= 1e-06 and <= 1e\+09. Got -1.0 instead"
+    ):
         partitioned("dirichlet", alpha=-1.0)
     rare = replace(digits(), y=torch.where(torch.arange(4000) == 7, 10, torch.arange(4000) % 10), num_classes=11)
     with pytest.raises(ConfigError, match=r"class 10 of digits are too few .* use scenario\.tests=kind"):
