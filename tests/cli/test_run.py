@@ -129,7 +129,7 @@ def test_for_people_the_result_is_on_stdout_and_the_rest_on_stderr(command: Comm
     assert "runs/a" in done.out
     first, *rounds = done.err.splitlines()
     # The defaults that the dataset brought are shown.
-    assert first.startswith("fesem on rotated-digits · 8 clients · model mlp(hidden=64) · lr 0.2, 1 epochs, batch 20")
+    assert first.startswith("fesem on rotated-digits · 8 clients · model mlp(hidden=64) · lr 0.2, 1 epoch, batch 20")
     assert [line.split("  ")[0] for line in rounds] == ["fesem: round 1/2", "fesem: round 2/2"]
 
 

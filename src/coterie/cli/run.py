@@ -26,6 +26,7 @@ from coterie.client.settings import WorkSettings
 from coterie.errors import Interrupted
 from coterie.runs.accounting import with_epsilon
 from coterie.runs.settings import ClusterSettings, RunSettings, Schedule, Tables
+from coterie.settings import counted
 from coterie.views.words import safe_text
 
 if TYPE_CHECKING:
@@ -153,11 +154,11 @@ def show(path: RunArgument, json_: JsonFlag = False) -> None:
 def _opening(experiment: Experiment) -> str:
     """The run in one line, with the defaults of the dataset."""
     work, settings = experiment.work, experiment.model_settings
-    length = f"{work.steps} steps" if work.steps is not None else f"{work.epochs} epochs"
+    length = counted(work.epochs, "epoch") if work.steps is None else counted(work.steps, "step")
     chosen = f"({', '.join(f'{key}={value}' for key, value in settings.items())})" if settings else ""
     parts = [
         f"{experiment.algorithm_name} on {experiment.dataset}",
-        f"{len(experiment.federation())} clients",
+        counted(len(experiment.federation()), "client"),
         f"model {experiment.model}{chosen}",
         f"{_optimizer(work)}lr {work.lr:g}, {length}, batch {work.batch_size}, momentum {work.momentum:g}",
         f"inputs {experiment.federation().scaling}",
