@@ -85,8 +85,8 @@ def resume(
         say(f"{path} is already finished: {summary['rounds']} rounds; nothing to do.", quiet or json_)
         _print_summary(summary, json_)
         return
+    experiment = stored_experiment(folder, Given(data, model), trust=trust)
     with folder.held():
-        experiment = stored_experiment(folder, Given(data, model), trust=trust)
         if rounds is not None:
             experiment = extended(folder, experiment, rounds, override)
         run_to_end(experiment, folder, json_, quiet, also, override)
