@@ -396,7 +396,7 @@ def _executed(
 def _resumed(
     experiment: Experiment, folder: RunFolder, progress: bool, observer: Observers, track: Sequence[str]
 ) -> Result:
-    """Go on with the run of this experiment in its folder."""
+    """Resume the run of this experiment in its folder."""
     import tomllib
 
     there, here = folder.config(), tomllib.loads(to_toml(experiment.tables()))
