@@ -65,6 +65,22 @@ def test_the_same_command_continues_after_the_limit(command: Command, suite: str
     assert [cell["ours"] for cell in second["cells"]] == [cell["ours"] for cell in whole["cells"]]
 
 
+def test_a_run_that_another_suite_has_is_not_run_again(command: Command, suite: str):
+    first = command("reproduce", suite, "--seeds", "1", "--json").json[0]
+    Path("other.toml").write_text(TEXT.replace('label = "IFCA"', 'label = "FeSEM"').replace('"ifca"', '"fesem"'))
+    (OUT / "tiny/half/global-s0/config.toml").write_text("run = 3")  # damaged: not taken
+    other = command("reproduce", "other.toml", "--seeds", "1")
+    assert other.code == 0
+    assert "other: 2 runs are those of other suites" in other.err
+    taken, own = (OUT / "other" / place / "summary.json" for place in ("all/global-s0", "half/global-s0"))
+    assert taken.read_text() == (OUT / "tiny/all/global-s0/summary.json").read_text()
+    assert own.read_text() != (OUT / "tiny/half/global-s0/summary.json").read_text()  # its own times
+    result = json.loads((OUT / "other/result.json").read_text())
+    assert result["missing"] == []
+    same = [(cell["row"], cell["column"], cell["ours"]) for cell in result["cells"] if cell["row"] != "FeSEM"]
+    assert same == [(cell["row"], cell["column"], cell["ours"]) for cell in first["cells"] if cell["row"] != "IFCA"]
+
+
 def test_rows_columns_and_scale(command: Command, suite: str):
     done = command("reproduce", suite, "-r", "Global", "-r", "Magic", "-c", "half", "--scale", "0.5", "--json")
     (result,) = done.json

@@ -17,6 +17,7 @@ from coterie.cli.flags import JobsFlag, JsonFlag, QuietFlag
 from coterie.cli.output import RoundProgress, say, stdout, stop_on_ctrl_c, table_of
 from coterie.data.home import data_folder
 from coterie.errors import ConfigError, DataError, Interrupted, MissingExtra, RunError, RunsFailed
+from coterie.reproduce.borrow import PLACE, borrow
 from coterie.reproduce.needs import missing_data, sentence
 from coterie.reproduce.outcome import Result, draw, read_result, read_runs, result_of, tables_of, write
 from coterie.reproduce.suite import ALL, Column, Row, Suite, find_suites, suite_names
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from coterie.runs.observers import Listener
 
 OUT, RESULTS = Path("runs/reproduce"), Path("docs/results")
-_PLACE = ("device", "data_dir")  # fields of [run] that do not change what a run is
 
 
 def reproduce(
@@ -68,7 +68,8 @@ def reproduce(
     """Run the tables of papers again, and print them beside the published numbers.
 
     A suite is a table: its rows and columns, seeds, settings and published numbers. Finished runs are kept in OUT, and
-    interrupted ones are resumed, so the same command continues what was stopped.
+    interrupted ones are resumed, so the same command continues what was stopped. A run that another suite has finished
+    in OUT is not run again.
     """
     if not 0 < scale <= 1:
         raise ConfigError(f"--scale must be a float > 0 and <= 1. Got {scale:g} instead.")
@@ -180,8 +181,13 @@ class _Run:
         from coterie.runs.batch import Clock, check_cases, check_folders, run_cases
         from coterie.runs.folder import RunFolder
 
-        check_folders(cases, home, ignored=_PLACE, option="--out")
+        check_folders(cases, home, ignored=PLACE, option="--out")
         waiting = [case for case in cases if not (home / case.place / "summary.json").exists()]
+        if not suite.keep_models:
+            found = [case.place for case in borrow(waiting, home, self.root)]
+            if found:
+                say(f"{suite.name}: {len(found)} runs are those of other suites", self.hidden)
+            waiting = [case for case in waiting if case.place not in found]
         if not waiting or monotonic() > self.until:
             return {}
         problems = dict[str, str]()
