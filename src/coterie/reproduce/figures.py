@@ -73,11 +73,18 @@ class Look(NamedTuple):
     dashes: Any
 
 
-def _looks(cells: Iterable[Cell], kind: Callable[[Cell], Any] = lambda cell: cell["method"]) -> dict[str, Look]:
+def _variant(cell: Cell) -> str:
+    """The row without its start: "MD-ICFL-1, our start" is MD-ICFL-1."""
+    label: str = cell["row"].partition(",")[0]
+    return label
+
+
+def _looks(cells: Iterable[Cell], kind: Callable[[Cell], Any] = _variant) -> dict[str, Look]:
     """The look of each row: a colour for each kind of row, dashes for the published one of two."""
     rows = {cell["row"]: cell for cell in cells if cell["runs"]}
     kinds = list(dict.fromkeys(kind(cell) for cell in rows.values() if cell["method"] != "coterie"))
-    kinds.sort(key=lambda one: one in _PALE)
+    pale = {kind(cell) for cell in rows.values() if cell["method"] in _PALE}
+    kinds.sort(key=lambda one: one in pale)
     ours = {kind(cell) for cell in rows.values() if cell["mode"] == "ours"}
     return {
         row: Look(
@@ -346,8 +353,9 @@ def pseudo_confusion(result: Result, runs: Path, folder: Path) -> list[Path]:
         if maps:
             means = {group: np.mean(maps[group], axis=0) for group in sorted(maps)}
             titles = [f"{group}: diagonal {np.diag(one).mean():.2f}" for group, one in means.items()]
-            seeds = ", ".join(place.rpartition("-s")[2] for place in cell["runs"])
-            title = f"{cell['row']}: pseudo samples as classified by new models, seeds {seeds}"
+            seeds = [place.rpartition("-s")[2] for place in cell["runs"]]
+            named = f"seed{'s'[: len(seeds) > 1]} {', '.join(seeds)}"
+            title = f"{cell['row']}: pseudo samples as classified by new models, {named}"
             files += _save(draw_maps(list(means.values()), titles, title, LIGHT), folder, "confusion", cell["row"])
     return files
 
