@@ -35,6 +35,7 @@ class Grid:
     methods: list[str]
     situations: list[str]
     cells: dict[tuple[str, str], Cell]  # method, situation
+    head: str = SITUATION  # above the situations, where they are rows
 
     def cell(self, method: str, situation: str) -> Cell:
         """An empty one if no run finished."""
@@ -131,7 +132,7 @@ def print_grids(console: Console, grids: Sequence[Grid], title: str) -> None:
 def _lines(grid: Grid, is_turned: bool) -> list[list[Cell]]:
     """The cells of a table with its heads."""
     if is_turned:
-        head = [Cell(SITUATION), *(Cell(method) for method in grid.methods)]
+        head = [Cell(grid.head), *(Cell(method) for method in grid.methods)]
         rows = [[Cell(s), *(grid.cell(m, s) for m in grid.methods)] for s in grid.situations]
         return [head, *rows]
     head = [Cell("method"), *(Cell(situation) for situation in grid.situations)]

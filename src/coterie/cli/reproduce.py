@@ -238,7 +238,7 @@ def _print(result: Result) -> None:
     from coterie.cli.grids import Cell, Grid, print_grids
 
     grids = [
-        Grid(table.title, table.rows, table.columns, {key: Cell(text) for key, text in table.texts.items()})
+        Grid(table.title, table.rows, table.columns, {key: Cell(text) for key, text in table.texts.items()}, head="")
         for table in tables_of(result)
     ]
     title = f"{result['paper']}. {result['title']}: published → ours ± standard deviation over seeds (difference)"
