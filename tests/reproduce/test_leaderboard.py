@@ -176,7 +176,7 @@ def test_the_list_of_suites(two: list[dict[str, Any]]):
     assert (
         "| [a/table1](a/table1/table.md) | Paper of a. Title of a/table1 | 1 runs missing | 0, 1 | 2026-11-16 |" in text
     )
-    assert "| x86_64, 2 threads | +1.50 (ifca, all) |" in text
+    assert "| x86_64, 2 threads a run | +1.50 (ifca, all) |" in text
     assert "| complete, quick look (scale 0.1) |" in text
     assert text.rstrip().endswith("| -2.00 (fedavg, all) |")
 

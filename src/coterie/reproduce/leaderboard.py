@@ -195,13 +195,14 @@ def _facts(result: Result) -> dict[str, str]:
         if score in cell["difference"]
     ]
     value, where = max(differences, key=lambda one: abs(one[0]), default=(None, ""))
+    threads = counted(machine.get("threads") or 1, "thread")
     missing = len(result["missing"])
     state = "complete" if not missing else f"{missing} runs missing"
     return {
         "state": state if result["scale"] == 1 else f"{state}, quick look (scale {result['scale']:g})",
         "seeds": ", ".join(map(str, result["seeds"])),
         "date": str(result["date"])[:10],
-        "machine": str(machine.get("gpu") or f"{machine.get('processor')}, {machine.get('threads')} threads"),
+        "machine": str(machine.get("gpu") or f"{machine.get('processor')}, {threads} a run"),
         "worst difference": "-" if value is None else f"{value:+.2f} ({where})",
     }
 
