@@ -359,15 +359,16 @@ def board_figure(lines: Sequence[Line]) -> Figure:
         axes.scatter(x, y, s=42, color=fill, marker=marker, edgecolors=LIGHT.paper, linewidths=0.6, zorder=3)
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=2.0, linscale=0.8)
-    axes.set_ylim(1.1 * max(entry.regret for line in lines for entry in line.entries.values()) + 1, -0.15)
+    lowest = 1.1 * max(entry.regret for line in lines for entry in line.entries.values()) + 1
     marks = [mark for mark in (0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 10, 20, 50) if 0.95 * least <= mark <= 1.2 * most]
     silent = [nothing] if any(not line.share for line in lines) else []
     axes.set_xticks([*silent, *marks], [*("nothing" for _ in silent), *(f"{mark:g}" for mark in marks)])
     axes.set_xticks([], minor=True)
     axes.set_xlim(0.8 * (nothing if silent else least), 1.35 * most)
-    falls = [0, 0.5, 1, 2, 5, 10, 20, 50]
+    falls = [fall for fall in (0, 0.5, 1, 2, 5, 10, 20, 50) if fall <= lowest]
     axes.set_yticks(falls, [f"{fall:g}" for fall in falls])
     axes.set_yticks([], minor=True)
+    axes.set_ylim(lowest, -0.15)  # after the ticks, which would widen it
     axes.set(xlabel="bytes sent, relative to FedAvg", ylabel="points below the best of its cell (up is better)")
     for mode, (marker, position) in _LOOKS.items():
         axes.scatter([], [], s=42, marker=marker, color=colour(position), label=f"{MODES[mode]}, mean over its cells")
