@@ -183,7 +183,7 @@ class _Run:
 
         check_folders(cases, home, ignored=PLACE, option="--out")
         waiting = [case for case in cases if not (home / case.place / "summary.json").exists()]
-        if not suite.keep_models:
+        if waiting and not suite.keep_models:
             found = [case.place for case in borrow(waiting, home, self.root)]
             if found:
                 say(f"{suite.name}: {len(found)} runs are those of other suites", self.hidden)
