@@ -18,20 +18,14 @@ from coterie.data.federation import Federation
 from coterie.engines.base import unusable
 from coterie.engines.mock import MockEngine
 from coterie.errors import ConfigError
-from coterie.methods.coterie import (
-    Coterie,
-    _told,
-    _Update,
-    _with_shares,
-    sign_at,
-    t_value,
-    train_member,
-)
+from coterie.methods.coterie import Coterie, _told
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.parts import personal
 from coterie.methods.parts.centers import has_signature
-from coterie.methods.parts.halves import coarsened, halves_shape, restored, signed_halves
+from coterie.methods.parts.cuts import Update, t_value, with_shares
+from coterie.methods.parts.halves import coarsened, halves_shape, restored, sign_at, signed_halves
 from coterie.methods.parts.kinds import Halves, Kinds, Noise, find_kinds
+from coterie.methods.parts.member import train_member
 from coterie.methods.parts.personal import NUM_MIXES, SHIFTS, lengthened
 from coterie.nets.mixture import MixtureModel
 from coterie.nets.sketch import sketch_of
@@ -412,8 +406,8 @@ def test_label_proportions_are_those_of_each_cluster():
     state = replace(state, counts=counts, labels=state.labels.index_fill(0, torch.tensor([18]), -1))
     light, heavy = 15 / 8 - 0.5, 9.5
     expected = [[light / 2, light / 2], [0.75 * heavy, 0.25 * heavy], [0.0, 0.0]]
-    torch.testing.assert_close(_with_shares(state).shares, torch.tensor(expected))
-    told = _told(_with_shares(state), torch.tensor([1, -1, 0]))
+    torch.testing.assert_close(with_shares(state).shares, torch.tensor(expected))
+    told = _told(with_shares(state), torch.tensor([1, -1, 0]))
     torch.testing.assert_close(told["shares"], torch.tensor([expected[1], [0.0, 0.0], expected[0]]))
 
 
@@ -589,7 +583,7 @@ def test_the_parts_of_a_cut_are_served_as_they_are():
     engine = mock(gap=0.0)
     engine.begin(5, "round")
     state = three_clusters(engine)
-    update = _Update(Coterie(), state, engine, keep=False)
+    update = Update(Coterie(), state, engine, keep=False)
     members = (state.labels == 1).nonzero().flatten()
     after = update._cut(state, 1, members, Kinds(torch.arange(len(members)) % 3, 11.0, 12.0))
     assert after.decisions[-1]["clusters"] == [1, 3, 4]
@@ -690,7 +684,7 @@ def test_each_cut_is_judged_by_the_members_of_its_cluster():
         trials=torch.zeros(4, WIDE),
         proposals=proposals,
     )
-    update = _Update(Coterie(), state, engine, keep=True)
+    update = Update(Coterie(), state, engine, keep=True)
     ones = torch.ones(10, NUM_MIXES).double()
     update._verdicts.append((clients[:10], ones, ones - PAYS[:10].unsqueeze(1)))
     after = update.with_verdicts(state)
@@ -729,7 +723,7 @@ def test_noise_is_estimated_from_all_who_signed(monkeypatch):
         seen.append((len(found), noise))
         return find_kinds(found, noise, keys, limits)
 
-    monkeypatch.setattr("coterie.methods.coterie.find_kinds", spy)
+    monkeypatch.setattr("coterie.methods.parts.cuts.find_kinds", spy)
     state = driven(Coterie(warmup=1), mock(gap=20.0), 20)[-1]
     assert whats(state) == [(2, "cut"), (20, "refused"), (20, "refused")]
     answers = [answer_of(client, 20.0) for client in range(SIDE)]
@@ -766,7 +760,7 @@ def test_a_difference_that_is_almost_clear_is_looked_at_again(small, looks, monk
         seen.append(find_kinds(*asked))
         return seen[-1]
 
-    monkeypatch.setattr("coterie.methods.coterie.find_kinds", spy)
+    monkeypatch.setattr("coterie.methods.parts.cuts.find_kinds", spy)
     engine = with_a_third_kind(small)
     respond = engine._respond
 
@@ -844,7 +838,7 @@ def test_a_client_whose_loss_has_risen_is_no_reason_to_cut():
     state = replace(state, alarmed=torch.arange(SIDE) == 4)
     engine = mock(gap=20.0)
     engine.begin(8, "round")
-    update = _Update(Coterie(), state, engine, keep=True)
+    update = Update(Coterie(), state, engine, keep=True)
     members, found = update._evidence(state, 0)
     assert members.tolist() == [0, 2, *range(6, SIDE, 2)]
     assert len(found) == 9

@@ -21,162 +21,45 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from coterie.client import forms
-from coterie.client.block import Block, Models
-from coterie.client.forms import Asked, Forms
-from coterie.client.steps import Answer, client_step
 from coterie.client.task import Task
-from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
 from coterie.errors import ConfigError
 from coterie.methods.base import ClusterState, Decision, Move, Personal, register
 from coterie.methods.parts import signatures
-from coterie.methods.parts.averaging import fits_in_memory
 from coterie.methods.parts.centers import (
     REST,
-    CenterState,
     SignedMethod,
-    has_risen,
     has_signature,
-    watched,
     without_signatures,
 )
+from coterie.methods.parts.cuts import CoterieState, Update, with_signatures
 from coterie.methods.parts.guard import rechosen, with_misplaced
-from coterie.methods.parts.halves import coarsened, halves_shape, restored, sign_at, signed_halves, signed_in_halves
-from coterie.methods.parts.kinds import CLEAR, SURE, WORTH, Halves, Kinds, Limits, Noise, find_kinds
+from coterie.methods.parts.halves import coarsened, halves_shape, sign_at
+from coterie.methods.parts.kinds import CLEAR, WORTH
+from coterie.methods.parts.member import train_member, try_member
 from coterie.methods.parts.personal import (
     NUM_MIXES,
-    as_told,
     balance_of,
-    choose_mix,
-    compare_mixes,
-    finish_own,
-    label_prior,
-    lengthened,
     mixes,
     served,
-    train_balanced,
 )
 from coterie.methods.parts.signatures import Signatures
-from coterie.methods.parts.start import by_signature, chosen_by_loss, find_clusters, signatures_tell
-from coterie.methods.parts.vote import Votes
+from coterie.methods.parts.start import chosen_by_loss, find_clusters, signatures_tell
 from coterie.randomness import Rng
 from coterie.settings import setting
 
 AUTO = "auto"
-_MOST_CLUSTERS = 100
-_BETTER = 1.0  # gain, in standard errors, that makes a tried cut
-_FEWEST = 4  # members that must have tried it
-_ENOUGH = 16  # clients that must have signed before kinds are looked for, or all
 _AGAIN = 6  # rounds after the first signing in which clients sign again; then 18, 42, ...
 _DOUBT = 0.75  # of `clear`: with less, the first look left no doubt; by chance z reaches half of it
 _OWN = 0.5  # own models with at least this share are finished at the end ...
 _FINISH = 0.25  # ... by this share of the run's work
-_FEW = 10  # models: a center of fewer is served as a mean over rounds
-_LARGE = 1e9  # in place of infinity, which JSON does not have
 _COMPARE = 4  # rounds between two comparisons of mixes
-_STRANGE, _SLACK = 4.0, 0.5  # a loss is strange if it is more than so many times the cluster's, plus this
-_FADES = 0.5  # how much a cluster's past preference for mixes counts in a round
-
-
-# ---- the client's half ----
-
-
-def trained_member(asked: Asked) -> Forms:
-    """A model; where they were asked for, losses of mixes, an alarm, and a signature."""
-    found = forms.trained(asked) | forms.watched(asked)
-    if {"shares", "curve"} <= asked.given.keys():
-        found |= {"losses": asked.losses(NUM_MIXES, dtype=asked.dtype), "held": asked.samples("valid", "train")}
-    return found | (signed_in_halves(asked) if "sign" in asked.given else {})
-
-
-def tried_member(asked: Asked) -> Forms:
-    """As `trained_member`, with losses of mixes with the second model."""
-    return trained_member(asked) | {"tried": asked.losses(NUM_MIXES, dtype=asked.dtype)}
-
-
-@client_step("coterie.coterie:train_member", trained_member)
-def train_member(
-    block: Block,
-    models: Models,
-    work: SGD,
-    shares: Tensor | None = None,
-    curve: Tensor | None = None,
-    balance: Tensor | None = None,
-    watch: Tensor | None = None,
-    vote: Tensor | None = None,
-    sign: Tensor | None = None,
-    finish: Tensor | None = None,
-) -> Answer:
-    """Train the center and keep the result; before, watch its loss, and compare mixes on held-out samples.
-
-    With `sign`, sign at the center; it is positive if classes are told apart. With `finish`, train the own model for so
-    many rounds' worth of work more, and keep it where held-out samples prefer it.
-    """
-    found: dict[str, Tensor] = {}
-    if shares is not None and curve is not None:
-        losses, samples = compare_mixes(block, models, shares)
-        choose_mix(block, losses, samples, curve)
-        found |= {"losses": as_told(losses).to(models.table.dtype), "held": samples}
-        if watch is not None:
-            found["alarm"] = has_risen(block, losses[:, 0]) | is_strange(losses[:, 0], curve[:, 0])
-        found |= watched(block, models, None, vote)  # the losses of mixes are adjusted to label proportions
-    else:
-        found |= watched(block, models, watch, vote)
-    trained = train_balanced(block, models, work, shares, balance)
-    if finish is not None and shares is not None and curve is not None:
-        finish_own(block, models, lengthened(work, float(finish)), shares, curve)
-    if sign is not None:  # at the same coarse model as clients that sign later
-        layout = block.task.layout
-        table = torch.stack([restored(*coarsened(row, layout), layout) for row in models.table])
-        found |= signed_halves(block, Models(table, models.refs), bool(sign > 0))
-    return Answer(params=trained, samples=block.samples, **found)
-
-
-def is_strange(loss: Tensor, usual: Tensor) -> Tensor:
-    """Whether a held-out loss [c] is far above that of the cluster [c]; a client that is seldom asked has no past."""
-    return (usual > 0) & (loss > _STRANGE * usual + _SLACK)
-
-
-@client_step("coterie.coterie:try_member", tried_member)
-def try_member(block: Block, models: Models, work: SGD, shares: Tensor, curve: Tensor, balance: Tensor) -> Answer:
-    """As `train_member`, with a second model: tell how it would do in place of the center, on held-out samples."""
-    tried = Models(models.table, models.refs[:, 1])
-    losses, _ = compare_mixes(block, tried, shares)
-    found = train_member(block, Models(models.table, models.refs[:, 0]), work, shares, curve, balance)
-    return Answer(**found, tried=as_told(losses).to(models.table.dtype))
-
-
-# ---- the server's half ----
-
-
-@dataclass(frozen=True)
-class CoterieState(CenterState):
-    """The clusters, the evidence for them, and the cuts that are tried."""
-
-    of_clients: ClassVar[tuple[str, ...]] = (*CenterState.of_clients, "contrasts")
-
-    contrasts: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, L, D] differences of the signatures' halves
-    shares: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, L] label proportions and weight; 0: unknown
-    curves: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, G] mean held-out losses of mixes
-    served: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, P] centers, as means over rounds if few answer
-    behind: Tensor = field(default_factory=lambda: torch.empty(0))  # [K] models in the mean of a served center
-    signed_in: int = 0  # the round at whose center clients sign; 0: not yet
-    doubt: float = 0.0  # the largest z of a cut that was not made when clients last signed
-    tried: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N] rows of `trials`; -1: none
-    trials: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, P] centers of proposed parts
-    proposals: list[Decision] = field(default_factory=list)  # the cuts that are tried in this round
-
-    def with_more_clients(self, count: int) -> Self:
-        """See `ClusterState`; new clients try no cut."""
-        tried = torch.nn.functional.pad(self.tried, (0, count), value=-1)
-        return replace(super().with_more_clients(count), tried=tried)
 
 
 @register
@@ -254,7 +137,7 @@ class Coterie(SignedMethod[CoterieState]):
         state = self._placed(state, engine, cohort, rng.at("place"))
         is_signing = self._signs_now(state, engine)
         has_news = is_signing or not torch.equal(has_signature(state), signed)
-        update = _Update(self, state, engine, keep=has_news or bool(state.proposals))
+        update = Update(self, state, engine, keep=has_news or bool(state.proposals))
         for chunk in self._train(state, engine, cohort[state.labels[cohort] >= 0], is_signing, rng):
             update.add(chunk)
         state = update.averaged()
@@ -373,7 +256,7 @@ class Coterie(SignedMethod[CoterieState]):
             return state
         known = has_signature(state) & (state.labels >= 0)
         for chunk in self.sign(state, engine, late, rng.at("sign")):
-            state = _with_signatures(state, chunk)
+            state = with_signatures(state, chunk)
         if state.num_clusters == 1 or not signatures_tell(replace(state, counts=state.counts * known.unsqueeze(1))):
             labels = torch.zeros_like(late) if state.num_clusters == 1 else _by_loss(state, engine, late, rng)
             return replace(state, labels=state.labels.index_copy(0, late, labels))
@@ -441,246 +324,3 @@ def _told(state: CoterieState, labels: Tensor) -> dict[str, Tensor]:
 def _balance(state: CoterieState, labels: Tensor) -> Tensor:
     """How far members of these clusters [n] take their label proportions out of training, [n]."""
     return balance_of(state.curves[labels.clamp_min(0).to(state.centers.device), 0], state.shares.shape[1])
-
-
-def _with_signatures(state: CoterieState, chunk: Chunk) -> CoterieState:
-    """The state with the signatures of a chunk."""
-    there = chunk.clients.to(state.signatures.device)
-    return replace(
-        state,
-        signatures=state.signatures.index_copy(0, there, chunk.answer.signature.to(state.signatures)),
-        contrasts=state.contrasts.index_copy(0, there, chunk.answer.contrast.to(state.contrasts)),
-        counts=state.counts.index_copy(0, chunk.clients, chunk.answer.counts.cpu()),
-    )
-
-
-class _Update:
-    """Collects one round."""
-
-    def __init__(self, method: Coterie, state: CoterieState, engine: Engine, keep: bool) -> None:
-        self._method, self._state, self._engine = method, state, engine
-        self._average = method.mean_of(state.num_clusters, engine, like=state.centers)
-        self._pending, self._alarmed = state.pending.clone(), state.alarmed.clone()
-        self.answered = torch.empty(0, dtype=torch.int64)
-        self._votes = Votes(state)
-        self.keep = keep  # whether clients have signed, so that their models may be needed again
-        self._fits = keep and fits_in_memory(engine.num_clients, engine)
-        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []  # clients, models, weights
-        self._fresh: list[Chunk] = []  # signatures at the clients' own centers
-        self._verdicts: list[tuple[Tensor, Tensor, Tensor]] = []  # clients, losses of center and of part
-        self._models = torch.zeros_like(state.behind)  # [K]
-        self._losses = torch.zeros_like(state.curves, dtype=torch.float64)
-        self._held = torch.zeros(state.num_clusters, dtype=torch.float64, device=state.curves.device)
-
-    def add(self, chunk: Chunk) -> None:
-        """Average the models of a chunk. A client whose loss has risen does not move its center."""
-        state, clients, answer = self._state, chunk.clients, chunk.answer
-        labels = state.labels[clients]
-        alarm = answer.get("alarm")
-        alarmed = torch.zeros(len(clients), dtype=torch.bool) if alarm is None else alarm.bool().cpu()
-        self._pending[clients] |= alarmed
-        self._alarmed[clients] |= alarmed
-        weights = self._method.weights_of(chunk) * (~alarmed).to(self._engine.device)
-        self._average.add(answer.params, labels, weights)
-        self._models.index_add_(0, labels.to(self._models.device), (weights > 0).to(self._models))
-        self.answered = torch.cat([self.answered, clients])
-        self._votes.add(chunk, labels)
-        if "losses" in answer:
-            there, held = labels.to(self._held.device), answer.held.double()
-            self._losses.index_add_(0, there, held.unsqueeze(1) * answer.losses.double())
-            self._held.index_add_(0, there, held)
-        if "tried" in answer:
-            self._verdicts.append((clients, answer.losses.double().cpu(), answer.tried.double().cpu()))
-        if self._fits:
-            self._kept.append((clients, answer.params, weights))
-        if "signature" in answer and state.signed_in == self._engine.round:
-            self._state = _with_signatures(state, chunk)
-        elif "signature" in answer:
-            self._fresh.append(chunk)
-
-    def averaged(self) -> CoterieState:
-        """The state after the round, before kinds are looked for."""
-        state = self._state
-        seen = self._held > 0
-        mean = (self._losses / self._held.clamp_min(1e-9).unsqueeze(1)).to(state.curves)
-        known = (state.curves != 0).any(1, keepdim=True)
-        blend = torch.where(known, _FADES * state.curves + (1 - _FADES) * mean, mean)
-        found = self._votes.changes(self._average.means(keep=state.centers))
-        centers: Tensor = found["centers"]
-        behind = torch.minimum(state.behind + self._models, torch.clamp_min(self._models, _FEW))
-        rate = (self._models / behind.clamp_min(1)).unsqueeze(1)
-        after = replace(
-            state,
-            **found,
-            served=torch.lerp(state.served, centers, rate),
-            behind=behind,
-            pending=self._pending,
-            alarmed=self._alarmed,
-            curves=torch.where(seen.unsqueeze(1), blend, state.curves),
-            sent_in_rounds=state.sent_in_rounds + 2 * len(self.answered),
-        )
-        return _with_shares(after)
-
-    def with_kinds(self, state: CoterieState) -> CoterieState:
-        """Cut each cluster in which there are surely several kinds; propose a cut where there may be."""
-        method, before = self._method, state.num_clusters
-        low, high = method.bounds
-        most = _MOST_CLUSTERS if high is None else high
-        doubt = 0.0
-        looks = [self._evidence(state, cluster) for cluster in range(before)]
-        noise = Noise.of(Halves.joined([found for _, found in looks]))
-        for cluster, (members, found) in enumerate(looks):
-            if len(members) < (min(_ENOUGH, self._engine.num_clients) if before == 1 else 2):
-                continue
-            room = most - state.num_clusters + 1
-            least = min(low, len(members)) if before == 1 else 1
-            limits = Limits(method.clear, max(SURE, method.worth), least=least, most=max(1, room))
-            keys = self._engine.keys[members]
-            kinds = find_kinds(found, noise, keys, limits)
-            state, proposed = self._cut(state, cluster, members, kinds), len(state.proposals)
-            for part in range(kinds.count):
-                inside = (kinds.labels == part).nonzero().flatten()
-                number = int(state.labels[members[inside[0]]])
-                limits = Limits(
-                    method.clear, method.worth, most=max(1, most - state.num_clusters - len(state.trials) + 1)
-                )
-                if self._can_try(inside):
-                    finer = find_kinds(found.at(inside), noise, keys[inside], limits)
-                    state = self._proposed(state, number, members[inside], finer)
-                    doubt = max(doubt, finer.last)
-            if kinds.count == 1 and len(state.proposals) == proposed and room > 1 and self._is_look:
-                nearly = find_kinds(found, noise, keys, Limits(method.clear, method.worth, least=2, most=2))
-                state = self._decided(state, "refused", [cluster], nearly)
-        return _with_shares(replace(state, doubt=min(doubt, _LARGE)))
-
-    @property
-    def _is_look(self) -> bool:
-        """Whether all members were to sign in this round, not only those who came later."""
-        return bool(self._fresh) or self._state.signed_in == self._engine.round
-
-    def _can_try(self, members: Tensor) -> bool:
-        """Whether enough of these members can be expected to try a cut in the next round."""
-        is_last = self._engine.round == self._engine.task.work.total_rounds
-        return bool(self._kept) and not is_last and len(members) * self._engine.participation >= _FEWEST
-
-    def _proposed(self, state: CoterieState, cluster: int, members: Tensor, kinds: Kinds) -> CoterieState:
-        """The state in which the members of a cluster try a cut in the next round, if there is one to try."""
-        if kinds.count < 2:
-            return state
-        parts = torch.full_like(state.labels, -1).index_copy(0, members, kinds.labels)
-        average = self._method.mean_of(kinds.count, self._engine, like=state.centers)
-        for clients, models, weights in self._kept:
-            inside = (parts[clients] >= 0).to(weights)
-            average.add(models, parts[clients].clamp_min(0), weights * inside)
-        centers = average.means(keep=state.centers[cluster].expand(kinds.count, -1))
-        tried = state.tried.index_copy(0, members, len(state.trials) + kinds.labels)
-        state = self._decided(state, "proposed", [cluster], kinds)
-        proposals = [*state.proposals, state.decisions[-1]]
-        return replace(state, tried=tried, trials=torch.cat([state.trials, centers]), proposals=proposals)
-
-    def with_verdicts(self, state: CoterieState) -> CoterieState:
-        """Cut the clusters whose members do better with their parts, by what they would be served with."""
-        proposals, tried = state.proposals, state.tried
-        none = torch.full_like(tried, -1)
-        state = replace(state, proposals=[], tried=none, trials=state.trials[:0])
-        if not self._verdicts:
-            for proposal in proposals:
-                state = self._decided(state, "refused", proposal["clusters"], _as_kinds(proposal))
-            return state
-        clients, center, part = (torch.cat(parts) for parts in zip(*self._verdicts, strict=True))
-        if self._method.serve == "kind":
-            center, part = center[:, :1], part[:, :1]
-        for proposal in proposals:
-            cluster = proposal["clusters"][0]
-            mine = state.labels[clients] == cluster
-            gains = center[mine][:, center[mine].mean(0).argmin()] - part[mine][:, part[mine].mean(0).argmin()]
-            t = t_value(gains)
-            members = ((state.labels == cluster) & (tried >= 0)).nonzero().flatten()
-            _, parts = tried[members].unique(return_inverse=True)
-            kinds = Kinds(parts, proposal["z"], proposal["q"])
-            if t >= _BETTER:
-                state = self._cut(state, cluster, members, kinds)
-            else:
-                state = self._decided(state, "refused", [cluster], kinds)
-            state.decisions[-1]["t"] = round(t, 2)
-        return _with_shares(state)
-
-    def _evidence(self, state: CoterieState, cluster: int) -> tuple[Tensor, Halves]:
-        """The members of a cluster that have signed [m], and their signatures: fresh ones, if there are any.
-
-        A client whose loss has risen may have changed its kind, which is no reason to cut its cluster.
-        """
-        if not self._fresh:
-            members = ((state.labels == cluster) & has_signature(state) & ~state.alarmed).nonzero().flatten()
-            there = members.to(state.signatures.device)
-            return members, Halves.of(state.signatures[there], state.contrasts[there], state.counts[members])
-        clients = torch.cat([chunk.clients for chunk in self._fresh])
-        mine = (state.labels[clients] == cluster) & ~state.alarmed[clients]
-        rows, contrasts, counts = (
-            torch.cat([chunk.answer[name] for chunk in self._fresh])[mine.to(state.centers.device)]
-            for name in ("signature", "contrast", "counts")
-        )
-        return clients[mine], Halves.of(rows.to(state.signatures), contrasts.to(state.signatures), counts)
-
-    def _cut(self, state: CoterieState, cluster: int, members: Tensor, kinds: Kinds) -> CoterieState:
-        """Make a cluster of each kind; the largest keeps the number, and members that gave no evidence."""
-        if kinds.count < 2:
-            return state
-        order = kinds.labels.bincount(minlength=kinds.count).argsort(descending=True, stable=True)
-        numbers = torch.cat([torch.tensor([cluster]), state.num_clusters + torch.arange(kinds.count - 1)])
-        number_of = torch.empty_like(numbers).index_copy(0, order, numbers)  # of each kind
-        labels = state.labels.index_copy(0, members, number_of[kinds.labels])
-        parent = state.centers[cluster].unsqueeze(0)
-        centers = torch.cat([state.centers, parent.expand(kinds.count - 1, -1)])
-        if self._kept:
-            average = self._method.mean_of(len(centers), self._engine, like=centers)
-            for clients, models, weights in self._kept:
-                inside = (state.labels[clients] == cluster).to(weights.device)
-                average.add(models, labels[clients], weights * inside)
-            centers = torch.cat([centers[: len(state.centers)], average.means(keep=centers)[len(state.centers) :]])
-            centers[cluster] = average.means(keep=centers)[cluster]
-        more = torch.full((kinds.count - 1,), cluster, device=centers.device)
-        state = replace(
-            state,
-            centers=centers,
-            served=torch.cat([state.served, centers[len(state.centers) :]]).index_copy(0, more[:1], centers[more[:1]]),
-            behind=torch.cat([state.behind, state.behind.new_zeros(len(more))]).index_fill(0, more[:1], 0),
-            labels=labels,
-            curves=torch.cat([state.curves, state.curves[more]]),
-        )
-        doubt = by_signature(state)[1] & (labels >= 0)  # they choose by loss
-        inside = torch.zeros_like(doubt).index_fill(0, members, True)
-        return self._decided(replace(state, pending=state.pending | (doubt & inside)), "cut", numbers.tolist(), kinds)
-
-    def _decided(self, state: CoterieState, what: str, clusters: list[int], kinds: Kinds) -> CoterieState:
-        sizes = sorted(kinds.labels.bincount().tolist(), reverse=True)
-        by = "centers" if self._fresh else "common model"
-        decision = Decision(
-            round=self._engine.round,
-            what=what,
-            clusters=clusters,
-            sizes=sizes,
-            z=min(kinds.z, _LARGE),
-            q=min(kinds.q, _LARGE),
-            signed_at=by,
-        )
-        return replace(state, decisions=[*state.decisions, decision])
-
-
-def _as_kinds(proposal: Decision) -> Kinds:
-    """The parts of a proposal that nobody tried."""
-    sizes = torch.tensor(proposal["sizes"])
-    return Kinds(torch.arange(len(sizes)).repeat_interleave(sizes), proposal["z"], proposal["q"])
-
-
-def t_value(gains: Tensor) -> float:
-    """The mean of paired gains [n] in standard errors; 0 if there are too few."""
-    if len(gains) < _FEWEST or float(gains.std()) <= 0:
-        return 0.0
-    return float(gains.mean() / gains.std() * len(gains) ** 0.5)
-
-
-def _with_shares(state: CoterieState) -> CoterieState:
-    """The state with the label proportions of its clusters, as far as their members have signed."""
-    shares = torch.stack([label_prior(state.counts[state.labels == k]) for k in range(state.num_clusters)])
-    return replace(state, shares=shares.to(state.shares)[:, : state.shares.shape[1]])
