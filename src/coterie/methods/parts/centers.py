@@ -20,7 +20,7 @@ from coterie.client.steps import Answer, ClientStep, client_step, sign
 from coterie.client.work import SGD
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import ClusterState, num_clusters_setting
-from coterie.methods.parts.averaging import Average, Averaging, samples_of
+from coterie.methods.parts.averaging import Average, Averaging, fits_in_memory, samples_of
 from coterie.methods.parts.vote import Votes, is_worse
 from coterie.nets.sketch import sketch_of
 from coterie.randomness import Rng
@@ -29,6 +29,7 @@ from coterie.settings import setting
 PATIENCE = 5  # rounds after a choice in which the method's rule does not ask for another
 REST = 2  # rounds between two repairs of a cluster, so that the first can take effect
 
+_SOME = 3  # members that must have answered before their center can be found worse
 _WIDTH = 1024  # of the sketches of updates that the guard compares
 _RISE = 1.5  # a loss has risen if it is more than so many times the past one ...
 _SLACK = 0.1  # ... plus this share of the client's first loss
@@ -256,6 +257,36 @@ class Watch:
         return bool(self._parts)
 
 
+class Alarms:
+    """The models of clients whose loss has risen in a round.
+
+    Where they are few, their data may be of another kind now, and they do not move their center. Where they are most of
+    a cluster, the center has become worse. Without them it would become worse still, so there they count.
+    """
+
+    def __init__(self, num_clusters: int, engine: Engine) -> None:
+        self._fits = fits_in_memory(engine.num_clients, engine)
+        self._answered, self._risen = torch.zeros(2, num_clusters, dtype=torch.int64)
+        self._held: list[tuple[Tensor, Tensor, Tensor]] = []  # models, labels, weights
+
+    def add(self, models: Tensor, labels: Tensor, weights: Tensor, alarmed: Tensor) -> None:
+        """Models [c, P] of members of these clusters [c], with the weight that they would have [c]."""
+        self._answered += labels.bincount(minlength=len(self._answered))
+        self._risen += labels[alarmed].bincount(minlength=len(self._risen))
+        if self._fits and bool(alarmed.any()):
+            there = alarmed.to(models.device)
+            self._held.append((models[there], labels[alarmed], weights[there]))
+
+    def counted(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Models, labels and weights of those that count after all."""
+        is_worse = (2 * self._risen > self._answered) & (self._answered >= _SOME)
+        for models, labels, weights in self._held:
+            counts = is_worse[labels]
+            there = counts.to(models.device)
+            if bool(counts.any()):
+                yield models[there], labels[counts], weights[there]
+
+
 class RoundUpdate(Generic[C]):
     """Collects one round: new labels, running means, and what the guard needs."""
 
@@ -264,6 +295,7 @@ class RoundUpdate(Generic[C]):
         self._average = method.average(state, engine)
         self._labels, self._pending = state.labels.clone(), state.pending.clone()
         self._alarmed = state.alarmed.clone()
+        self._alarms = Alarms(method.num_clusters, engine)
         self.answered = torch.empty(0, dtype=torch.int64)
         self.watch = Watch(engine, method.guard)
         self._votes = Votes(state)
@@ -273,7 +305,7 @@ class RoundUpdate(Generic[C]):
 
         `started` [c] are the centers they trained from, if they chose them themselves (IFCA). After a
         warm start and with the guard, another cluster is a proposal: the client keeps its label until it has chosen
-        anew. A client whose loss has risen also keeps it, and does not move a center: its data may be of another kind.
+        anew. A client whose loss has risen also keeps it, and does not move a center (but see `Alarms`).
         Where `admission` limits who may move, clients that move count in no center in this round.
         """
         state, clients = self._state, chunk.clients
@@ -289,10 +321,12 @@ class RoundUpdate(Generic[C]):
         outside = is_outside(state)[clients]
         self._pending[clients] |= alarmed
         self._alarmed[clients] |= alarmed & ~outside  # a new signature would not count
-        counts = ~alarmed & ~outside
+        counts = ~outside
         if self._method.admission < 1:
             counts &= (chosen == before) | (before < 0)
         weights = self._method.weights_of(chunk) * counts.to(self._engine.device)
+        self._alarms.add(chunk.answer.params, chosen.clamp_min(0), weights, alarmed)
+        weights = weights * (~alarmed).to(self._engine.device)
         self._average.add(chunk.answer.params, chosen.clamp_min(0), weights)
         self.watch.add(chunk, before if started is None else started, state)
         self._votes.add(chunk, before)
@@ -301,6 +335,8 @@ class RoundUpdate(Generic[C]):
     def averaged(self, **changes: Any) -> C:
         """The state after the round: every center is the mean of its members. `changes` are fields of the method."""
         state = self._state
+        for models, clusters, weights in self._alarms.counted():
+            self._average.add(models, clusters, weights)
         labels = admitted(state.labels, state.labels, self._labels, self._engine.keys, self._method.admission)
         # A client that has moved may have other data now: its signature is of the past.
         moved = (state.labels >= 0) & (labels != state.labels)

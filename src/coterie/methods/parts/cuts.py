@@ -15,7 +15,7 @@ from torch import Tensor
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import Decision
 from coterie.methods.parts.averaging import fits_in_memory
-from coterie.methods.parts.centers import CenterState, has_signature
+from coterie.methods.parts.centers import Alarms, CenterState, has_signature
 from coterie.methods.parts.kinds import SURE, Halves, Kinds, Limits, Noise, find_kinds
 from coterie.methods.parts.personal import label_prior
 from coterie.methods.parts.start import by_signature
@@ -75,6 +75,7 @@ class Update:
         self._average = method.mean_of(state.num_clusters, engine, like=state.centers)
         self._pending, self._alarmed = state.pending.clone(), state.alarmed.clone()
         self.answered = torch.empty(0, dtype=torch.int64)
+        self._alarms = Alarms(state.num_clusters, engine)
         self._votes = Votes(state)
         self.keep = keep  # whether clients have signed, so that their models may be needed again
         self._fits = keep and fits_in_memory(engine.num_clients, engine)
@@ -86,16 +87,18 @@ class Update:
         self._held = torch.zeros(state.num_clusters, dtype=torch.float64, device=state.curves.device)
 
     def add(self, chunk: Chunk) -> None:
-        """Average the models of a chunk. A client whose loss has risen does not move its center."""
+        """Average the models of a chunk. A client whose loss has risen does not move its center (but see `Alarms`)."""
         state, clients, answer = self._state, chunk.clients, chunk.answer
         labels = state.labels[clients]
         alarm = answer.get("alarm")
         alarmed = torch.zeros(len(clients), dtype=torch.bool) if alarm is None else alarm.bool().cpu()
         self._pending[clients] |= alarmed
         self._alarmed[clients] |= alarmed
-        weights = self._method.weights_of(chunk) * (~alarmed).to(self._engine.device)
+        weights = self._method.weights_of(chunk)
+        self._alarms.add(answer.params, labels, weights, alarmed)
+        weights = weights * (~alarmed).to(self._engine.device)
         self._average.add(answer.params, labels, weights)
-        self._models.index_add_(0, labels.to(self._models.device), (weights > 0).to(self._models))
+        self._count(labels, weights)
         self.answered = torch.cat([self.answered, clients])
         self._votes.add(chunk, labels)
         if "losses" in answer:
@@ -111,9 +114,16 @@ class Update:
         elif "signature" in answer:
             self._fresh.append(chunk)
 
+    def _count(self, labels: Tensor, weights: Tensor) -> None:
+        """Count the models in each cluster's mean."""
+        self._models.index_add_(0, labels.to(self._models.device), (weights > 0).to(self._models))
+
     def averaged(self) -> CoterieState:
         """The state after the round, before kinds are looked for."""
         state = self._state
+        for models, labels, weights in self._alarms.counted():
+            self._average.add(models, labels, weights)
+            self._count(labels, weights)
         seen = self._held > 0
         mean = (self._losses / self._held.clamp_min(1e-9).unsqueeze(1)).to(state.curves)
         known = (state.curves != 0).any(1, keepdim=True)
