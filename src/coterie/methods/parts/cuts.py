@@ -7,22 +7,19 @@ would serve them, and the cut is made if it serves them better.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import Decision
-from coterie.methods.parts.averaging import fits_in_memory
+from coterie.methods.parts.averaging import Average, fits_in_memory
 from coterie.methods.parts.centers import Alarms, CenterState, has_signature
 from coterie.methods.parts.kinds import SURE, Halves, Kinds, Limits, Noise, find_kinds
 from coterie.methods.parts.personal import label_prior
 from coterie.methods.parts.start import by_signature
 from coterie.methods.parts.vote import Votes
-
-if TYPE_CHECKING:
-    from coterie.methods.coterie import Coterie
 
 _MOST_CLUSTERS = 100
 _BETTER = 1.0  # gain, in standard errors, that makes a tried cut
@@ -67,10 +64,30 @@ def with_signatures(state: CoterieState, chunk: Chunk) -> CoterieState:
     )
 
 
+class Cutter(Protocol):
+    """The method, as far as a round needs it."""
+
+    @property
+    def clear(self) -> float: ...
+
+    @property
+    def worth(self) -> float: ...
+
+    @property
+    def serve(self) -> str: ...
+
+    @property
+    def bounds(self) -> tuple[int, int | None]: ...
+
+    def mean_of(self, num_clusters: int, engine: Engine, like: Tensor) -> Average: ...
+
+    def weights_of(self, chunk: Chunk) -> Tensor: ...
+
+
 class Update:
     """Collects one round: averages models, and cuts clusters that hold several kinds."""
 
-    def __init__(self, method: Coterie, state: CoterieState, engine: Engine, keep: bool) -> None:
+    def __init__(self, method: Cutter, state: CoterieState, engine: Engine, keep: bool) -> None:
         self._method, self._state, self._engine = method, state, engine
         self._average = method.mean_of(state.num_clusters, engine, like=state.centers)
         self._pending, self._alarmed = state.pending.clone(), state.alarmed.clone()
