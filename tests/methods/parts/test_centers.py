@@ -11,7 +11,7 @@ import torch
 from coterie.data.federation import Split
 from coterie.engines.mock import MockEngine
 from coterie.methods.base import algorithms
-from coterie.methods.parts.centers import Alarms, CenterMethod, RoundUpdate, Watch, admitted, tells_outside
+from coterie.methods.parts.centers import Alarms, CenterMethod, CenterState, RoundUpdate, Watch, admitted, tells_outside
 from coterie.methods.parts.clustering import squared_distances
 from coterie.methods.parts.guard import guarded, repaired, split_widest
 from coterie.methods.parts.start import enough_clients, find_clusters, placed, random_start, warm_start
@@ -835,26 +835,41 @@ def test_the_guard_can_be_switched_off(name):
     assert set(trainer.progress.labels[-1]) == {0}
 
 
+def alarms_of(chose_in: list[int], num_clusters: int = 2, now: int = 10) -> Alarms:
+    engine = MockEngine(lambda *_: {}, num_clients=len(chose_in), size=2)
+    engine.begin(now, "round")
+    state = CenterState.common_start(engine, num_clusters, chose_in=torch.tensor(chose_in))
+    return Alarms(state, engine)
+
+
 @pytest.mark.parametrize(
-    ("alarmed", "expected"),
+    ("alarmed", "chose_in", "expected"),
     [
-        ([0, 1, 1, 0, 0, 0, 0], [1, 2]),  # two of three members of cluster 0
-        ([0, 1, 0, 0, 1, 1, 0], []),  # one of three, two of four: they may have changed
-        ([1, 1, 1, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5, 6]),
+        ([0, 1, 1, 0, 0, 0, 0], [0, 9, 0, 0, 0, 0, 0], [1, 2]),  # two of three members of cluster 0
+        ([0, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], []),  # none has chosen it again: they may have changed
+        ([0, 1, 1, 0, 0, 0, 0], [9, 0, 0, 9, 9, 9, 9], []),  # one has, but it is content
+        ([0, 1, 1, 0, 0, 0, 0], [0, 4, 0, 0, 0, 0, 0], []),  # too long ago
+        ([0, 1, 0, 0, 1, 1, 0], [9, 9, 9, 9, 9, 9, 9], []),  # one of three, two of four
+        ([1, 1, 1, 1, 1, 1, 1], [0, 0, 9, 5, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6]),
+        ([1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 5, 0, 0, 0], [3, 4, 5, 6]),
     ],
 )
-def test_models_of_alarmed_clients_count_where_they_are_most(alarmed: list[int], expected: list[int]):
-    engine = MockEngine(lambda *_: {}, num_clients=7, size=2)
-    alarms = Alarms(2, engine)
+def test_models_of_alarmed_clients_count_where_they_are_most_and_have_chosen_again(
+    alarmed: list[int], chose_in: list[int], expected: list[int]
+):
+    alarms = alarms_of(chose_in)
     labels, rows = torch.tensor([0, 0, 0, 1, 1, 1, 1]), torch.arange(7.0).unsqueeze(1).expand(7, 2)
     for part in (slice(0, 4), slice(4, 7)):
-        alarms.add(rows[part], labels[part], 1 + rows[part, 0], torch.tensor(alarmed[part], dtype=torch.bool))
+        risen = torch.tensor(alarmed[part], dtype=torch.bool)
+        alarms.add(torch.arange(7)[part], rows[part], labels[part], 1 + rows[part, 0], risen)
     found = list(alarms.counted())
     assert [int(row[0]) for models, _, _ in found for row in models] == expected
     assert [int(weight) for _, _, weights in found for weight in weights] == [1 + one for one in expected]
 
 
-def test_two_members_are_too_few_to_find_their_center_worse():
-    alarms = Alarms(1, MockEngine(lambda *_: {}, num_clients=2, size=2))
-    alarms.add(torch.ones(2, 2), torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.ones(2, dtype=torch.bool))
-    assert not list(alarms.counted())
+@pytest.mark.parametrize(("members", "count"), [(2, 0), (3, 3)])
+def test_two_members_are_too_few_to_find_their_center_worse_and_one_cluster_leaves_no_choice(members: int, count: int):
+    alarms = alarms_of([0] * members, num_clusters=1)
+    everyone, ones = torch.arange(members), torch.ones(members)
+    alarms.add(everyone, torch.ones(members, 2), torch.zeros(members, dtype=torch.int64), ones, ones.bool())
+    assert sum(len(models) for models, _, _ in alarms.counted()) == count

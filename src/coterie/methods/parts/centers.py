@@ -260,26 +260,30 @@ class Watch:
 class Alarms:
     """The models of clients whose loss has risen in a round.
 
-    Where they are few, their data may be of another kind now, and they do not move their center. Where they are most of
-    a cluster, the center has become worse. Without them it would become worse still, so there they count.
+    Their data may be of another kind now, so they do not move their center, and choose anew. Where most of a cluster
+    say so, and one of them has chosen this center again in the last rounds, it is the center that has become worse.
+    Without them it would become worse still, so there they count.
     """
 
-    def __init__(self, num_clusters: int, engine: Engine) -> None:
+    def __init__(self, state: CenterState, engine: Engine) -> None:
+        num_clusters = state.num_clusters
         self._fits = fits_in_memory(engine.num_clients, engine)
-        self._answered, self._risen = torch.zeros(2, num_clusters, dtype=torch.int64)
+        self._has_chosen = (state.chose_in > 0) & (engine.round - state.chose_in <= PATIENCE) | (num_clusters < 2)
+        self._answered, self._risen, self._stayed = torch.zeros(3, num_clusters, dtype=torch.int64)
         self._held: list[tuple[Tensor, Tensor, Tensor]] = []  # models, labels, weights
 
-    def add(self, models: Tensor, labels: Tensor, weights: Tensor, alarmed: Tensor) -> None:
-        """Models [c, P] of members of these clusters [c], with the weight that they would have [c]."""
+    def add(self, clients: Tensor, models: Tensor, labels: Tensor, weights: Tensor, alarmed: Tensor) -> None:
+        """Models [c, P] of clients [c] in these clusters [c], with the weight that they would have [c]."""
         self._answered += labels.bincount(minlength=len(self._answered))
         self._risen += labels[alarmed].bincount(minlength=len(self._risen))
+        self._stayed += labels[alarmed & self._has_chosen[clients]].bincount(minlength=len(self._stayed))
         if self._fits and bool(alarmed.any()):
             there = alarmed.to(models.device)
             self._held.append((models[there], labels[alarmed], weights[there]))
 
     def counted(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Models, labels and weights of those that count after all."""
-        is_worse = (2 * self._risen > self._answered) & (self._answered >= _SOME)
+        is_worse = (2 * self._risen > self._answered) & (self._answered >= _SOME) & (self._stayed > 0)
         for models, labels, weights in self._held:
             counts = is_worse[labels]
             there = counts.to(models.device)
@@ -295,7 +299,7 @@ class RoundUpdate(Generic[C]):
         self._average = method.average(state, engine)
         self._labels, self._pending = state.labels.clone(), state.pending.clone()
         self._alarmed = state.alarmed.clone()
-        self._alarms = Alarms(method.num_clusters, engine)
+        self._alarms = Alarms(state, engine)
         self.answered = torch.empty(0, dtype=torch.int64)
         self.watch = Watch(engine, method.guard)
         self._votes = Votes(state)
@@ -325,7 +329,7 @@ class RoundUpdate(Generic[C]):
         if self._method.admission < 1:
             counts &= (chosen == before) | (before < 0)
         weights = self._method.weights_of(chunk) * counts.to(self._engine.device)
-        self._alarms.add(chunk.answer.params, chosen.clamp_min(0), weights, alarmed)
+        self._alarms.add(clients, chunk.answer.params, chosen.clamp_min(0), weights, alarmed)
         weights = weights * (~alarmed).to(self._engine.device)
         self._average.add(chunk.answer.params, chosen.clamp_min(0), weights)
         self.watch.add(chunk, before if started is None else started, state)

@@ -92,7 +92,7 @@ class Update:
         self._average = method.mean_of(state.num_clusters, engine, like=state.centers)
         self._pending, self._alarmed = state.pending.clone(), state.alarmed.clone()
         self.answered = torch.empty(0, dtype=torch.int64)
-        self._alarms = Alarms(state.num_clusters, engine)
+        self._alarms = Alarms(state, engine)
         self._votes = Votes(state)
         self.keep = keep  # whether clients have signed, so that their models may be needed again
         self._fits = keep and fits_in_memory(engine.num_clients, engine)
@@ -112,7 +112,7 @@ class Update:
         self._pending[clients] |= alarmed
         self._alarmed[clients] |= alarmed
         weights = self._method.weights_of(chunk)
-        self._alarms.add(answer.params, labels, weights, alarmed)
+        self._alarms.add(clients, answer.params, labels, weights, alarmed)
         weights = weights * (~alarmed).to(self._engine.device)
         self._average.add(answer.params, labels, weights)
         self._count(labels, weights)
