@@ -161,6 +161,41 @@ def test_memory_is_refused_with_the_number():
         engine.require_memory(10 * available_memory(engine.device), "A bank of models")
 
 
+def test_what_torch_keeps_on_a_gpu_counts_as_free(monkeypatch):
+    kept = [6]
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 - sum(kept), 10))
+    assert available_memory(torch.device("cuda")) == 10
+
+
+@pytest.mark.gpu
+def test_a_second_engine_has_the_memory_of_the_first():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    setup = setup_of(FedAvg())
+    budgets = []
+    for _ in range(3):
+        engine = make_engine("vectorized", setup.task(), setup.federation(), "cuda", {})
+        budgets.append(engine.settings.memory)
+        used = torch.empty(budgets[0] << 20, dtype=torch.uint8, device="cuda")  # half of what was free
+        del engine, used
+    assert min(budgets) > 0.9 * budgets[0]
+
+
+def test_a_busy_gpu_is_said(monkeypatch):
+    from types import SimpleNamespace
+
+    from coterie.engines import in_process
+
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=140 << 30), raising=False
+    )
+    gpu = torch.device("cuda")
+    assert in_process._shared(100 << 10, gpu) is None
+    assert "only 6.0 of 140 GB are free on cuda" in in_process._shared(6 << 10, gpu)
+
+
 def test_bad_settings():
     setup = setup_of(FedAvg())
     task = setup.task()

@@ -394,8 +394,9 @@ def unusable(answer: Mapping[str, Tensor], count: int, sent: Tensor | None) -> d
 
 
 def available_memory(device: torch.device) -> int:
-    """Free bytes on a device."""
+    """Free bytes on a device. Memory that torch keeps for later on a GPU is given back first, so that it counts."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from coterie.engines.kernels.layers import LayerKernel
 from coterie.engines.kernels.native import NativeKernel, NotNative
+from coterie.engines.kernels.plain import as_fast_images
 from coterie.nets.flat import Network, cross_entropy
 from coterie.nets.sequences import unfused
 from coterie.randomness import Rng
+
+_FULL = 2_000_000_000  # multiplications of one model that fill a GPU
 
 Outputs = Callable[[Tensor, Tensor], Tensor]
 """Outputs [c, n, L] of models [c, P] for shared inputs [n, ...]: a `Forward`, or `Block.outputs`."""
@@ -41,6 +44,7 @@ class Forward:
         self.reason = self._why_not_stacked(tuple(input_shape)) if stacked is None else None
         self.stacked = self.reason is None if stacked is None else stacked
         self._quick = self._hand_written(tuple(input_shape)) if stacked is None and self.stacked else None
+        self._per_sample = self._multiplications(tuple(input_shape)) if network.device.type == "cuda" else 0
 
     @property
     def compiled(self) -> NativeKernel | None:
@@ -76,7 +80,7 @@ class Forward:
         """Models [c, P], own inputs for each [c, n, ...] -> [c, n, L]."""
         if self.compiled is not None and not (models.requires_grad or x.requires_grad):
             return self.compiled.outputs(models, x)
-        if self.stacked and len(models) > 1:
+        if self.stacked and len(models) > 1 and not self._is_slow_stacked(x):
             found: Tensor = self._own(self.network.layout.unpack(models), x.clone())
             return found
         return self._one_by_one(models, x)
@@ -92,9 +96,22 @@ class Forward:
         budget = max(least, 2 * models.numel() * models.element_size())
         return max(1, budget // (self.network.activation_size(one) * models.element_size()))
 
+    def _is_slow_stacked(self, x: Tensor) -> bool:
+        """Whether gradients for inputs [c, n, ...] are faster model by model: if one model's samples fill a GPU.
+
+        Stacked convolutions are grouped ones, which cuDNN computes much more slowly than those of one model.
+        """
+        return x.requires_grad and x.shape[1] * self._per_sample > _FULL
+
+    def _multiplications(self, shape: tuple[int, ...]) -> int:
+        """Multiplications per sample; 0 if unknown."""
+        one = torch.zeros(1, *shape, dtype=self.network.dtype, device=self.network.device)
+        return self.network.multiplications(one.long() if self._integers else one) or 0
+
     def _one_by_one(self, models: Tensor, x: Tensor) -> Tensor:
         unpack = self.network.layout.unpack
-        return torch.stack([self.network(unpack(models[i]), x[i].clone()) for i in range(len(models))])
+        rows = [as_fast_images(x[i].clone()) for i in range(len(models))]
+        return torch.stack([self.network(unpack(models[i]), rows[i]) for i in range(len(models))])
 
     def _why_not_stacked(self, shape: tuple[int, ...]) -> str | None:
         """Compare stacked and single outputs and gradients of two models on three samples; None if they agree."""

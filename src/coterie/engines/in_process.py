@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -58,6 +59,17 @@ def _joined(replies: Sequence[Reply]) -> Reply:
     return Reply(torch.cat([reply.positions for reply in good]), answer, failed, gradients)
 
 
+def _shared(free: int, device: torch.device) -> str | None:
+    """A note if less than half of a GPU's memory is free, in MB."""
+    total = torch.cuda.get_device_properties(device).total_memory >> 20
+    if free >= total // 2:
+        return None
+    return (
+        f"only {free / 1024:.1f} of {total / 1024:.0f} GB are free on {device}, so fewer clients are trained together; "
+        "other programs use the rest"
+    )
+
+
 class _BlockMemory:
     """The memory of one block's clients: for each name a tensor [N, ...], and who has a row in it."""
 
@@ -92,8 +104,12 @@ class InProcessEngine(Engine):
         place = resolve_device(device)
         cuda = place.type == "cuda"
         chosen = build(EngineSettings, settings or {}, "engine")
+        shared = None
         if chosen.memory is None:  # resolved here, so that the run records it and a resumed run repeats it
+            if cuda:
+                gc.collect()  # an engine that was used before may still hold memory
             free = available_memory(place) >> 20
+            shared = _shared(free, place) if cuda else None
             chosen = replace(chosen, memory=free // 2 if cuda else max(1, min(_DEFAULT_BUDGET_MB, free // 4)))
         if chosen.precision == "auto":
             chosen = replace(chosen, precision="tf32" if cuda else "float32")
@@ -101,6 +117,7 @@ class InProcessEngine(Engine):
             raise ConfigError("engine.precision=tf32 needs a GPU; use float32 on a CPU.")
         dtype = torch.float64 if chosen.precision == "float64" else torch.float32
         super().__init__(task, federation.names, federation.keys, place, dtype)
+        self.notes += [] if shared is None else [shared]
         self.settings, self.federation = chosen, federation
         self.network = Network(task.module, self.dtype, self.device)
         check_network(self.network, task, federation)

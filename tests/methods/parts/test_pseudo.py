@@ -460,6 +460,16 @@ def test_samples_of_a_class_are_called_so_by_their_own_center(trained, sampler, 
     assert distances[~torch.eye(len(centers), dtype=torch.bool)].min() > 0.5
 
 
+@both_samplers
+def test_models_that_fill_a_gpu_are_differentiated_one_at_a_time(sampler, monkeypatch):
+    centers = centers_of("norm")
+    expected = made(sampler, forward_of(make("norm")), centers)
+    forward = forward_of(make("norm"))
+    forward._per_sample = 10**12  # as of a large network on a GPU
+    monkeypatch.setattr(forward, "_own", None)
+    np.testing.assert_allclose(made(sampler, forward, centers), expected, atol=1e-9)
+
+
 # ---- on a GPU ----
 
 
@@ -471,8 +481,10 @@ def test_a_gpu_gives_the_same(sampler, kind):
     centers = centers_of(kind)
     cuda = torch.device("cuda")
     expected = made(sampler, forward_of(make(kind)), centers)
-    for module in (make(kind), Stubborn(make(kind))):  # recorded and replayed; step by step
+    # Recorded and replayed; step by step; models one at a time.
+    for module, per_sample in ((make(kind), 0), (Stubborn(make(kind)), 0), (make(kind), 10**12)):
         forward = forward_of(module, device=cuda)
+        forward._per_sample = per_sample
         found = made(sampler, forward, centers.to(cuda))
         np.testing.assert_allclose(found.cpu(), expected, atol=1e-6)
     predictions = probabilities(forward, centers.to(cuda), found)

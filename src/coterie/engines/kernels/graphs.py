@@ -22,7 +22,7 @@ from coterie.client.batches import Batch, StepCounts, rows_of
 from coterie.client.optimizers import Number, Optimizer, State
 from coterie.client.stack import Job, Kernel, Plan, stepping, train_job
 from coterie.client.work import SGD, Stack
-from coterie.engines.kernels.plain import PlainKernel
+from coterie.engines.kernels.plain import PlainKernel, as_fast_images
 from coterie.nets.flat import Loss, Network, Slot
 from coterie.randomness import mix
 
@@ -73,9 +73,7 @@ class BesideKernel(PlainKernel):
         return self._streams[: len(x)]
 
     def _one(self, params: Stack, buffers: Stack, batch: Batch, i: int) -> Stack:
-        x = batch.x[i]
-        if x.is_cuda and x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
+        x = as_fast_images(batch.x[i])
         row = None if batch.mask is None else batch.mask[i]
         weights = None if batch.weights is None else batch.weights[i]
         own = [p[i] for p in params], [b[i] for b in buffers]

@@ -10,6 +10,11 @@ from coterie.client.work import Stack
 from coterie.nets.flat import Loss, Network
 
 
+def as_fast_images(x: Tensor) -> Tensor:
+    """The inputs of one model, [n, ...]; images on a GPU with their channels last, which convolutions there prefer."""
+    return x.contiguous(memory_format=torch.channels_last) if x.is_cuda and x.dim() == 4 else x
+
+
 class PlainKernel:
     """Autograd on one model after the other."""
 
@@ -24,7 +29,7 @@ class PlainKernel:
             rows = slice(None) if batch.mask is None else batch.mask[i].bool()
             weights = None if batch.weights is None else batch.weights[i][rows]
             own = [p[i] for p in params], [b[i] for b in buffers]
-            found.append(gradient(*own, x[rows], y[rows], batch.keys[i], weights=weights))
+            found.append(gradient(*own, as_fast_images(x[rows]), y[rows], batch.keys[i], weights=weights))
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
     def _gradient(
@@ -55,6 +60,7 @@ class PlainKernel:
 
     def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
         """See `Kernel.outputs`."""
+        rows = (as_fast_images(one) for one in x)
         return torch.stack(
-            [self._network(self._layout.unpack(row), rows, alone=True) for row, rows in zip(flat, x, strict=True)]
+            [self._network(self._layout.unpack(row), own, alone=True) for row, own in zip(flat, rows, strict=True)]
         )
