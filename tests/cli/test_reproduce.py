@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,52 @@ def test_a_run_that_another_suite_has_is_not_run_again(command: Command, suite: 
     assert result["missing"] == []
     same = [(cell["row"], cell["column"], cell["ours"]) for cell in result["cells"] if cell["row"] != "FeSEM"]
     assert same == [(cell["row"], cell["column"], cell["ours"]) for cell in first["cells"] if cell["row"] != "IFCA"]
+
+
+def test_a_written_result_is_continued_in_a_fresh_folder(command: Command, suite: str):
+    whole = command("reproduce", suite, "--seeds", "2", "--out", "whole", "--json").json[0]
+    command("reproduce", suite, "--seeds", "1", "--write", "docs", "--out", "one")
+    done = command("reproduce", suite, "--seeds", "2", "--write", "docs", "--out", "other")
+    assert done.code == 0
+    assert "tiny: 4 runs are in the written result" in done.err
+    assert not Path("other/tiny/all/global-s0").exists()
+    result = json.loads(Path("docs/tiny/result.json").read_text())
+    assert result["missing"] == []
+    assert [cell["ours"] for cell in result["cells"]] == [cell["ours"] for cell in whole["cells"]]
+    assert [cell["runs"] for cell in result["cells"]] == [cell["runs"] for cell in whole["cells"]]
+
+
+def test_what_is_written_is_there_even_if_the_command_is_killed(
+    command: Command, suite: str, monkeypatch: pytest.MonkeyPatch
+):
+    from coterie.runs import batch
+
+    def killed(*arguments: object, **options: object) -> Iterator[object]:
+        for number, outcome in enumerate(run_cases(*arguments, **options)):  # type: ignore[arg-type]
+            yield outcome
+            if number == 1:
+                raise SystemExit(9)
+
+    run_cases = batch.run_cases
+    monkeypatch.setattr(batch, "run_cases", killed)
+    monkeypatch.setattr(module, "_SAVED_EVERY", 0.0)
+    command("reproduce", suite, "--seeds", "1", "--write", "docs")
+    result = json.loads(Path("docs/tiny/result.json").read_text())
+    assert sum(len(cell["runs"]) for cell in result["cells"]) == 2
+    assert len(result["missing"]) == 2
+
+
+def test_figures_of_runs_that_are_elsewhere_stay(command: Command, suite: str):
+    figures = 'figures = ["coterie.reproduce.figures:accuracy_by_round"]\n'
+    Path(suite).write_text(figures + TEXT)
+    command("reproduce", suite, "--seeds", "1", "--write", "docs", "--out", "one")
+    before = json.loads(Path("docs/tiny/result.json").read_text())["figures"]
+    drawn = {name: Path("docs/tiny", name).read_bytes() for name in before}
+    done = command("reproduce", suite, "--seeds", "2", "--write", "docs", "--out", "other")
+    assert "the figures of tiny are not drawn again: 4 of its runs are not here" in done.err
+    assert before
+    assert json.loads(Path("docs/tiny/result.json").read_text())["figures"] == before
+    assert {name: Path("docs/tiny", name).read_bytes() for name in before} == drawn
 
 
 def test_rows_columns_and_scale(command: Command, suite: str):
@@ -167,7 +214,7 @@ def test_figures_are_named_in_what_is_written(command: Command, suite: str):
     failed = command("reproduce", suite, "--write", "docs", "--seeds", "1", "-r", "Global")  # the models are gone
     assert failed.code == 0
     assert "no figures of tiny: " in failed.err
-    assert json.loads(Path("docs/tiny/result.json").read_text())["figures"] == []
+    assert json.loads(Path("docs/tiny/result.json").read_text())["figures"] == ["accuracy-by-round.png"]  # as before
 
 
 def test_the_leaderboard_is_written_beside_the_results(command: Command, suite: str):

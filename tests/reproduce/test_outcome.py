@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coterie.errors import ConfigError, RunError, UnknownName
-from coterie.reproduce.outcome import Found, draw, measure, page, read_result, read_runs, result_of, write
+from coterie.reproduce.outcome import Found, draw, measure, page, read_result, read_runs, read_written, result_of, write
 from coterie.reproduce.suite import Suite, read_suite
 
 MACHINE = {"platform": "Linux", "processor": "x86_64", "threads": 1, "gpu": None, "torch": "2", "python": "3"}
@@ -163,3 +163,73 @@ def test_measures_are_metrics_of_runs_and_of_unseen_clients():
     assert measure("ari").read({"ari": 0.5}) == 0.5
     with pytest.raises(UnknownName, match="no metric 'acuracy'"):
         measure("acuracy")
+
+
+# ---- continuing a written result ----
+
+
+def settings(row: Any, column: Any) -> dict[str, Any]:
+    return {"run.algorithm": row.method, "run.clients": (3, 4)}  # a tuple: JSON has lists
+
+
+def put(folder: Path, suite: Suite, runs: Found, seeds: tuple[int, ...] = (0, 1)) -> dict[str, Any]:
+    got = result_of(suite, suite.chosen(), seeds, runs, command="", settings=settings)
+    write(folder, got)
+    return got
+
+
+def test_a_written_result_is_continued_without_its_runs(tiny: Suite, tmp_path: Path):
+    first = found({"all/global-s0": summary(0.81, 0.0), "all/ifca-s1": summary(0.9, 0.5)})
+    put(tmp_path, tiny, first)
+    written = read_written(tmp_path, tiny, settings)
+    assert written.places == {"all/global-s0", "all/ifca-s1"}
+    later = found({"all/global-s1": summary(0.83, 0.5)})
+    both = put(tmp_path, tiny, Found(later.summaries, later.environments, {}, written))
+    whole = put(tmp_path / "whole", tiny, found(dict(first.summaries) | dict(later.summaries)))
+    assert both["cells"] == whole["cells"]
+    assert (both["missing"], both["seconds"]) == (whole["missing"], whole["seconds"])
+    assert cell(both, "Global", "all")["runs"] == ["all/global-s0", "all/global-s1"]
+    assert (both["date"], both["machine"]) == ("2026-01-02", MACHINE)  # of the newest run, which is not here
+
+
+def test_a_run_that_is_here_counts_instead_of_the_written_one(tiny: Suite, tmp_path: Path):
+    put(tmp_path, tiny, found({"all/global-s0": summary(0.5)}))
+    again = Found({"all/global-s0": summary(0.6)}, {}, {}, read_written(tmp_path, tiny, settings))
+    assert cell(put(tmp_path, tiny, again), "Global", "all")["ours"]["accuracy"]["values"] == [pytest.approx(60)]
+
+
+def test_cells_with_other_settings_are_not_continued(tiny: Suite, tmp_path: Path):
+    put(tmp_path, tiny, found({"all/global-s0": summary(0.5)}))
+    assert read_written(tmp_path, tiny, lambda row, column: {"run.clients": 3}).places == set()
+    assert read_written(tmp_path / "nothing", tiny, settings).places == set()
+
+
+def test_several_machines_stay_several(tiny: Suite, tmp_path: Path):
+    two = Found(
+        {"all/global-s0": summary(0.5), "all/global-s1": summary(0.5)},
+        {"all/global-s0": MACHINE, "all/global-s1": MACHINE | {"gpu": "H200"}},
+        {},
+    )
+    put(tmp_path, tiny, two)
+    alone = Found({}, {}, {}, read_written(tmp_path, tiny, settings))
+    assert "on 2 machines" in put(tmp_path, tiny, alone)["notes"][-1]
+
+
+def test_a_damaged_result_is_not_continued(tiny: Suite, tmp_path: Path):
+    put(tmp_path, tiny, found({"all/global-s0": summary(0.5)}))
+    damaged = json.loads((tmp_path / "result.json").read_text())
+    cell(damaged, "Global", "all")["ours"]["accuracy"]["values"] = []
+    (tmp_path / "result.json").write_text(json.dumps(damaged))
+    with pytest.raises(RunError, match=r"result\.json cannot be continued: IndexError"):
+        read_written(tmp_path, tiny, settings)
+
+
+def test_parts_are_continued_as_whole_seeds(toml: Path, tmp_path: Path):
+    parts = '[[parts]]\nname = "px"\n[[parts]]\nname = "py"\nscenario.groups = 2\n'
+    toml.write_text(toml.read_text().replace("groups = [4, 3]", "").replace("[[columns]]", f"{parts}\n[[columns]]", 1))
+    parted = read_suite(toml, "tiny")
+    runs = {f"all/global-{part}-s0": summary(value) for part, value in (("px", 0.5), ("py", 0.7))}
+    before = put(tmp_path, parted, found(runs), seeds=(0,))
+    after = put(tmp_path, parted, Found({}, {}, {}, read_written(tmp_path, parted, settings)), seeds=(0,))
+    assert after["cells"] == before["cells"]
+    assert cell(after, "Global", "all")["ours"]["accuracy"]["values"] == [pytest.approx(60)]

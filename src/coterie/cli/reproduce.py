@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +19,18 @@ from coterie.data.home import data_folder
 from coterie.errors import ConfigError, DataError, Interrupted, MissingExtra, RunError, RunsFailed
 from coterie.reproduce.borrow import PLACE, borrow
 from coterie.reproduce.needs import missing_data, sentence
-from coterie.reproduce.outcome import Result, draw, read_result, read_runs, result_of, tables_of, write
+from coterie.reproduce.outcome import (
+    Found,
+    Result,
+    Written,
+    draw,
+    read_result,
+    read_runs,
+    read_written,
+    result_of,
+    tables_of,
+    write,
+)
 from coterie.reproduce.suite import ALL, Column, Row, Suite, find_suites, suite_names
 from coterie.runs.processes import start_server
 from coterie.runs.settings import parse_seeds
@@ -29,6 +40,7 @@ if TYPE_CHECKING:
     from coterie.runs.observers import Listener
 
 OUT, RESULTS = Path("runs/reproduce"), Path("docs/results")
+_SAVED_EVERY = 10.0  # seconds, at least, between two writings of a result
 
 
 def reproduce(
@@ -56,7 +68,12 @@ def reproduce(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = OUT,
     write_: Annotated[
-        Path | None, typer.Option("--write", help="Also write tables, results and figures to SUITE inside this folder.")
+        Path | None,
+        typer.Option(
+            "--write",
+            help="Also write tables, results and figures to SUITE inside this folder. Runs that a result there "
+            "already has are not run again.",
+        ),
     ] = None,
     leaderboard: Annotated[
         bool, typer.Option("--leaderboard", help="Write one page of all results in the folder of --results.")
@@ -153,36 +170,67 @@ class _Run:
             groups = loader.federation(case).groups
             return 1 if groups is None else len(groups.unique())
 
-        cases = cases_of(suite, spots, count, scale=self.scale, device=self.device, data_dir=where)
-        problems = self._run(suite, cases, home, loader)
-
         def settings(row: Row, column: Column) -> dict[str, Any]:
             tables = settings_of(suite, row, column)
             return {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}
 
-        found = read_runs(home, spots, problems)
-        result = result_of(
-            suite, cells, seeds, found, command=self._command(suite), scale=self.scale, settings=settings
-        )
+        there = None if self.target is None else self.target / suite.name
+        written = Written() if there is None else read_written(there, suite, settings)
+        cases = cases_of(suite, spots, count, scale=self.scale, device=self.device, data_dir=where)
+
+        def so_far(problems: Mapping[str, str]) -> tuple[Result, Found]:
+            found = read_runs(home, spots, problems, written)
+            command = self._command(suite)
+            result = result_of(suite, cells, seeds, found, command=command, scale=self.scale, settings=settings)
+            return result, found
+
+        def save() -> None:
+            if there is not None:
+                write(there, so_far({})[0])
+
+        problems = self._run(suite, cases, home, loader, written.places, save)
+        result, found = so_far(problems)
         write(home, result)
-        if self.target is not None:
-            there = self.target / suite.name
-            write(there, result)
-            try:
-                result["figures"] = [path.name for path in draw(suite, result, home, there)]
-            except (DataError, MissingExtra, RunError) as error:
-                say(f"no figures of {suite.name}: {error}")
-            write(there, result)
+        if there is not None:
+            self._draw(suite, result, found, there)
         return result
 
-    def _run(self, suite: Suite, cases: list[Case], home: Path, loader: Loader) -> dict[str, str]:
-        """Run the cases that are not finished, until the time is over; why some failed, by place."""
+    def _draw(self, suite: Suite, result: Result, found: Found, there: Path) -> None:
+        """Write a result, and draw its figures if all of its runs are here."""
+        write(there, result)
+        used = {place for cell in result["cells"] for place in cell["runs"]}
+        if suite.figures and (elsewhere := len(used - found.summaries.keys())):
+            say(f"the figures of {suite.name} are not drawn again: {elsewhere} of its runs are not here", self.hidden)
+            return
+        try:
+            result["figures"] = [path.name for path in draw(suite, result, self.root / suite.name, there)]
+        except (DataError, MissingExtra, RunError) as error:
+            say(f"no figures of {suite.name}: {error}")
+        write(there, result)
+
+    def _run(
+        self,
+        suite: Suite,
+        cases: list[Case],
+        home: Path,
+        loader: Loader,
+        written: Collection[str],
+        save: Callable[[], None],
+    ) -> dict[str, str]:
+        """Run the cases that are neither finished nor written, until the time is over; why some failed, by place.
+
+        `save` is called now and then: a table of many runs takes hours, and may be killed.
+        """
         from coterie.cli.table import outcome_line
         from coterie.runs.batch import Clock, check_cases, check_folders, run_cases
         from coterie.runs.folder import RunFolder
 
         check_folders(cases, home, ignored=PLACE, option="--out")
         waiting = [case for case in cases if not (home / case.place / "summary.json").exists()]
+        known = [case for case in waiting if case.place in written]
+        if known:
+            say(f"{suite.name}: {len(known)} runs are in the written result", self.hidden)
+            waiting = [case for case in waiting if case not in known]
         if waiting and not suite.keep_models:
             found = [case.place for case in borrow(waiting, home, self.root)]
             if found:
@@ -199,7 +247,7 @@ class _Run:
             with RoundProgress(case.experiment.schedule.rounds, case.title, self.hidden, lines=0) as progress:
                 yield progress
 
-        left, number = Clock(len(waiting)), 0
+        left, number, saved = Clock(len(waiting)), 0, float("-inf")
         with RunFolder(home).held(), stop_on_ctrl_c(self.hidden) as pressed:
 
             def is_over() -> bool:
@@ -214,6 +262,9 @@ class _Run:
                             problems[outcome.case.place] = outcome.problem
                         elif not suite.keep_models:
                             RunFolder(home / outcome.case.place).drop_checkpoints()
+                        if monotonic() - saved > _SAVED_EVERY:
+                            save()
+                            saved = monotonic()
             except (Interrupted, KeyboardInterrupt):
                 if pressed():
                     raise Interrupted(

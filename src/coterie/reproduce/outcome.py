@@ -26,7 +26,8 @@ result.json, schema 1. Numbers are as the papers print them: accuracies and F1 i
         rounds        of a run, or null
         seconds       {"mean"}: of a run, or null
         clusters      {"mean"}: clusters at the end, or null
-        runs          ["r-0.5/ifca-s0", ...]: the finished runs that it is made of, inside the folder of the suite
+        runs          ["r-0.5/ifca-s0", ...]: the finished runs that it is made of, inside the folder of the suite, in
+                      the order of the values
     means        means over columns: row, column (the name of the mean), published, ours, difference
     missing      [{"row", "column", "seed"}]: runs that are not there; "part" and "problem" where they are known
     figures      ["accuracy-by-round.png"]: files beside this one
@@ -39,9 +40,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -96,15 +98,48 @@ def measure(name: str) -> Measure:
 
 
 @dataclass(frozen=True)
+class Record:
+    """What a cell takes from one seed: the runs of all parts."""
+
+    places: tuple[str, ...]
+    values: Mapping[str, float]  # by metric; without those that a run does not have
+    bytes: float
+    seconds: float
+    clusters: float
+    rounds: int | None
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a written result has: its records by row, column and seed, where they were made, and its figures."""
+
+    records: Mapping[tuple[str, str, int], Record] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    figures: Sequence[str] = ()
+
+    @property
+    def places(self) -> set[str]:
+        """The runs that it is made of."""
+        return {place for record in self.records.values() for place in record.places}
+
+
+@dataclass(frozen=True)
 class Found:
-    """What is known about the runs of a suite: summaries and environments, and why some failed."""
+    """What is known about the runs of a suite: summaries and environments, why some failed, and what was written."""
 
     summaries: Mapping[str, Summary]  # by the place of the run
     environments: Mapping[str, Mapping[str, Any]]
     problems: Mapping[str, str]
+    written: Written = Written()  # counts where the run itself is not here
 
 
-def read_runs(root: Path, spots: Iterable[Spot], problems: Mapping[str, str] | None = None) -> Found:
+Settings = Callable[[Row, Column], Mapping[str, Any]]
+
+
+def read_runs(
+    root: Path, spots: Iterable[Spot], problems: Mapping[str, str] | None = None, written: Written | None = None
+) -> Found:
     """The finished runs among these, from their folders."""
     summaries, environments = {}, {}
     for spot in spots:
@@ -113,7 +148,40 @@ def read_runs(root: Path, spots: Iterable[Spot], problems: Mapping[str, str] | N
         if summary is not None:
             summaries[spot.place] = summary
             environments[spot.place] = files.read_object("environment.json") or {}
-    return Found(summaries, environments, problems or {})
+    return Found(summaries, environments, problems or {}, written or Written())
+
+
+def read_written(folder: Path, suite: Suite, settings: Settings) -> Written:
+    """What the result in a folder has of this suite; cells with other settings do not count."""
+    result = read_result(folder)
+    if result is None:
+        return Written()
+    cells = {(row.label, column.name): (row, column) for row, column in suite.chosen() if row.method is not None}
+    records = {}
+    try:
+        for cell in result["cells"]:
+            key = cell["row"], cell["column"]
+            if key in cells and cell["settings"] == json.loads(json.dumps(dict(settings(*cells[key])))):
+                for record in _records_of(cell, max(1, len(suite.parts))):
+                    records[*key, int(record.places[0].rpartition("-s")[2])] = record
+        machine = {"date": result["date"], "commit": result["commit"], **result["machine"]}
+        return Written(records, machine, result["notes"], result["figures"])
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise RunError(f"{folder / RESULT} cannot be continued: {error!r}.") from error
+
+
+def _records_of(cell: Result, parts: int) -> Iterator[Record]:
+    """The records of a written cell; bytes, seconds and clusters are known as means only."""
+    runs = cell["runs"]
+    for number, begin in enumerate(range(0, len(runs), parts)):
+        yield Record(
+            tuple(runs[begin : begin + parts]),
+            {name: float(one["values"][number]) for name, one in cell["ours"].items()},
+            cell["bytes"]["mean"],
+            cell["seconds"]["mean"],
+            cell["clusters"]["mean"],
+            cell["rounds"],
+        )
 
 
 def result_of(
@@ -124,12 +192,16 @@ def result_of(
     *,
     command: str,
     scale: float = 1.0,
-    settings: Callable[[Row, Column], Mapping[str, Any]] = lambda row, column: {},
+    settings: Settings = lambda row, column: {},
 ) -> Result:
     """The content of result.json: the finished runs of these cells beside the published numbers."""
     spots = suite.spots(cells, seeds)
-    newest = max(found.environments.values(), key=lambda one: str(one.get("date")), default={})
-    every = [_cell(suite, row, column, seeds, found, settings) for row, column in cells]
+    records = {(row.label, column.name): list(_records(suite, row, column, seeds, found)) for row, column in cells}
+    used = {place for mine in records.values() for record in mine for place in record.places}
+    there = list(found.environments.values())
+    there += [found.written.machine] if used - found.summaries.keys() else []
+    newest = max(there, key=lambda one: str(one.get("date")), default={})
+    every = [_cell(suite, row, column, records[row.label, column.name], settings) for row, column in cells]
     return {
         "schema": SCHEMA,
         "suite": suite.name,
@@ -139,38 +211,54 @@ def result_of(
         "commit": newest.get("commit"),
         "date": newest.get("date") or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {key: newest.get(key) for key in ("platform", "processor", "threads", "gpu", "torch", "python")},
-        "seconds": sum(_seconds(summary) for summary in found.summaries.values()),
+        "seconds": sum(record.seconds for mine in records.values() for record in mine),
         "scale": scale,
         "seeds": list(seeds),
-        "notes": list(_notes(suite, cells, seeds, found, scale)),
+        "notes": [*_notes(suite, cells, seeds, scale), *_machines(there, found.written)],
         "metrics": {
             name: {"label": one.title, "digits": one.format.digits, "better": one.better}
             for name, one in ((name, measure(name)) for name in suite.metrics)
         },
         "cells": every,
         "means": [_mean(suite, name, among, row, every) for name, among in suite.means.items() for row in suite.rows],
-        "missing": [_missing(spot, found) for spot in spots if spot.place not in found.summaries],
-        "figures": [],
+        "missing": [_missing(spot, found) for spot in spots if spot.place not in used | found.summaries.keys()],
+        "figures": list(found.written.figures),
     }
 
 
-def _cell(
-    suite: Suite,
-    row: Row,
-    column: Column,
-    seeds: Sequence[int],
-    found: Found,
-    settings: Callable[[Row, Column], Mapping[str, Any]],
-) -> Result:
+def _records(suite: Suite, row: Row, column: Column, seeds: Sequence[int], found: Found) -> Iterator[Record]:
+    """A record for each seed whose runs are all here, or else in what was written."""
     parts: Sequence[Part | None] = suite.parts or (None,)
-    runs: list[list[Summary]] = []  # of a seed, by part
-    used: list[str] = []
     for seed in seeds:
-        places = [Spot(row, column, part, seed).place for part in parts]
+        places = tuple(Spot(row, column, part, seed).place for part in parts)
         if row.method is not None and all(place in found.summaries for place in places):
-            runs.append([found.summaries[place] for place in places])
-            used += places
-    ours = {name: _spread(values) for name in suite.metrics if (values := _values(measure(name), runs))}
+            yield _record(suite, places, [found.summaries[place] for place in places])
+        elif (row.label, column.name, seed) in found.written.records:
+            yield found.written.records[row.label, column.name, seed]
+
+
+def _record(suite: Suite, places: tuple[str, ...], runs: Sequence[Summary]) -> Record:
+    values = {}
+    for name in suite.metrics:
+        read = [value for run in runs if (value := measure(name).read(run)) is not None]
+        if len(read) == len(runs):
+            values[name] = statistics.fmean(read)
+    return Record(
+        places,
+        values,
+        bytes=sum(_bytes(run) for run in runs),
+        seconds=sum(_seconds(run) for run in runs),
+        clusters=statistics.fmean(run.get("clusters") or 0 for run in runs),
+        rounds=runs[0].get("rounds"),
+    )
+
+
+def _cell(suite: Suite, row: Row, column: Column, records: Sequence[Record], settings: Settings) -> Result:
+    ours = {
+        name: _spread([record.values[name] for record in records])
+        for name in suite.metrics
+        if records and all(name in record.values for record in records)
+    }
     published = dict(row.published[column.name])
     return {
         "row": row.label,
@@ -181,20 +269,12 @@ def _cell(
         "published": published,
         "ours": ours,
         "difference": _difference(ours, published),
-        "bytes": _average([sum(_bytes(one) for one in mine) for mine in runs]),
-        "rounds": runs[0][0].get("rounds") if runs else None,
-        "seconds": _average([sum(_seconds(one) for one in mine) for mine in runs]),
-        "clusters": _average([statistics.fmean(one.get("clusters") or 0 for one in mine) for mine in runs]),
-        "runs": used,
+        "bytes": _average([record.bytes for record in records]),
+        "rounds": records[0].rounds if records else None,
+        "seconds": _average([record.seconds for record in records]),
+        "clusters": _average([record.clusters for record in records]),
+        "runs": [place for record in records for place in record.places],
     }
-
-
-def _values(one: Measure, runs: Sequence[Sequence[Summary]]) -> list[float]:
-    """A value for each seed; nothing if a run does not have it."""
-    read = [[one.read(summary) for summary in mine] for mine in runs]
-    if any(value is None for mine in read for value in mine):
-        return []
-    return [statistics.fmean(value for value in mine if value is not None) for mine in read]
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:
@@ -241,9 +321,7 @@ def _missing(spot: Spot, found: Found) -> Result:
     return where | ({"problem": found.problems[spot.place]} if spot.place in found.problems else {})
 
 
-def _notes(
-    suite: Suite, cells: Sequence[tuple[Row, Column]], seeds: Sequence[int], found: Found, scale: float
-) -> Iterator[str]:
+def _notes(suite: Suite, cells: Sequence[tuple[Row, Column]], seeds: Sequence[int], scale: float) -> Iterator[str]:
     if scale != 1:
         yield f"A quick look, not the experiment: {', '.join(suite.scale)} times {scale:g}."
     yield from suite.notes
@@ -253,9 +331,18 @@ def _notes(
         yield from (f"{row}: {note}" for one in suite.rows if one.label == row for note in one.notes)
     if set(seeds) != set(suite.seeds):
         yield f"Seeds {', '.join(map(str, seeds))}, not {', '.join(map(str, suite.seeds))} as the suite has them."
-    machines = {(one.get("platform"), one.get("gpu"), one.get("torch")) for one in found.environments.values()}
-    if len(machines) > 1:
-        yield f"The runs were made on {len(machines)} machines or versions; the newest one is named."
+
+
+def _machines(environments: Iterable[Mapping[str, Any]], written: Written) -> Iterator[str]:
+    """A note if the runs are from several machines."""
+    machines = {(one.get("platform"), one.get("gpu"), one.get("torch")) for one in environments}
+    before = [int(found[1]) for note in written.notes if (found := _SEVERAL.match(note))]
+    count = max([len(machines), *before])
+    if count > 1:
+        yield f"The runs were made on {count} machines or versions; the newest one is named."
+
+
+_SEVERAL = re.compile(r"The runs were made on (\d+) machines")
 
 
 # ---- reading and writing ----
