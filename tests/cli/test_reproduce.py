@@ -95,6 +95,33 @@ def test_a_written_result_is_continued_in_a_fresh_folder(command: Command, suite
     assert [cell["runs"] for cell in result["cells"]] == [cell["runs"] for cell in whole["cells"]]
 
 
+def test_a_part_of_a_table_is_added_to_what_is_written(command: Command, suite: str):
+    command("reproduce", suite, "-r", "Global", "--seeds", "1", "--write", "docs", "--out", "one")
+    part = command("reproduce", suite, "-r", "IFCA", "--seeds", "1-1", "--write", "docs", "--out", "two", "--json")
+    assert [cell["row"] for cell in part.json[0]["cells"]] == ["IFCA"]
+    result = json.loads(Path("docs/tiny/result.json").read_text())
+    assert result["seeds"] == [0, 1]
+    assert [(cell["row"], cell["runs"]) for cell in result["cells"]] == [
+        ("Global", ["all/global-s0"]),
+        ("Global", ["half/global-s0"]),
+        ("IFCA", ["all/ifca-s1"]),
+    ]
+    assert len(result["missing"]) == 3
+    assert result["command"] == "coterie reproduce tiny.toml --rows Global --rows IFCA"
+
+
+def test_a_written_run_can_be_run_again(command: Command, suite: str):
+    flags = ("-r", "Global", "--seeds", "1", "--write", "docs")
+    command("reproduce", suite, *flags, "--out", "one")
+    path = Path("docs/tiny/result.json")
+    expected = [cell["ours"] for cell in json.loads(path.read_text())["cells"]]
+    path.write_text(path.read_text().replace(str(expected[0]["accuracy"]["values"][0]), "1.0"))
+    kept = command("reproduce", suite, *flags, "--out", "two", "--json").json[0]
+    assert kept["cells"][0]["ours"]["accuracy"]["values"] == [1.0]
+    command("reproduce", suite, *flags, "--out", "three", "--again")
+    assert [cell["ours"] for cell in json.loads(path.read_text())["cells"]] == expected
+
+
 def test_what_is_written_is_there_even_if_the_command_is_killed(
     command: Command, suite: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -72,9 +72,12 @@ def reproduce(
         typer.Option(
             "--write",
             help="Also write tables, results and figures to SUITE inside this folder. Runs that a result there "
-            "already has are not run again.",
+            "already has are kept and not run again.",
         ),
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Run also what the written result has, to replace its numbers.")
+    ] = False,
     leaderboard: Annotated[
         bool, typer.Option("--leaderboard", help="Write one page of all results in the folder of --results.")
     ] = False,
@@ -104,6 +107,7 @@ def reproduce(
     start_server(jobs)
     numbers = None if seeds is None else parse_seeds(seeds)
     run = _Run(root, target, numbers, rows or [], columns or [], scale, jobs, device, data_dir, quiet or json_)
+    run.again = again
     run.until = float("inf") if limit_seconds is None else monotonic() + limit_seconds
     found, absent = [], []
     for suite in suites:  # before the first run: a bad name costs nothing
@@ -149,7 +153,7 @@ class _Run:
     ) -> None:
         self.root, self.target, self.seeds, self.scale = root, target, seeds, scale
         self.rows, self.columns, self.jobs, self.device = rows, columns, jobs, device
-        self.data_dir, self.hidden, self.until = data_dir, hidden, float("inf")
+        self.data_dir, self.hidden, self.until, self.again = data_dir, hidden, float("inf"), False
         self.total = 0  # runs that were asked for
 
     def cells(self, suite: Suite) -> list[tuple[Row, Column]]:
@@ -178,21 +182,25 @@ class _Run:
         written = Written() if there is None else read_written(there, suite, settings)
         cases = cases_of(suite, spots, count, scale=self.scale, device=self.device, data_dir=where)
 
-        def so_far(problems: Mapping[str, str]) -> tuple[Result, Found]:
-            found = read_runs(home, spots, problems, written)
-            command = self._command(suite)
+        def so_far(
+            problems: Mapping[str, str], cells: Sequence[tuple[Row, Column]], seeds: Sequence[int]
+        ) -> tuple[Result, Found]:
+            found = read_runs(home, suite.spots(cells, seeds), problems, written)
+            command = self._command(suite, cells, seeds)
             result = result_of(suite, cells, seeds, found, command=command, scale=self.scale, settings=settings)
             return result, found
 
+        whole = written.extended(suite, cells, seeds)
+
         def save() -> None:
             if there is not None:
-                write(there, so_far({})[0])
+                write(there, so_far({}, *whole)[0])
 
-        problems = self._run(suite, cases, home, loader, written.places, save)
-        result, found = so_far(problems)
+        problems = self._run(suite, cases, home, loader, () if self.again else written.places, save)
+        result, _ = so_far(problems, cells, seeds)
         write(home, result)
         if there is not None:
-            self._draw(suite, result, found, there)
+            self._draw(suite, *so_far(problems, *whole), there)
         return result
 
     def _draw(self, suite: Suite, result: Result, found: Found, there: Path) -> None:
@@ -273,12 +281,15 @@ class _Run:
                 say(f"{suite.name}: the time is over", self.hidden)
         return problems
 
-    def _command(self, suite: Suite) -> str:
-        """The command of one suite, without the options that do not change the result."""
+    def _command(self, suite: Suite, cells: Sequence[tuple[Row, Column]], seeds: Sequence[int]) -> str:
+        """The command of these cells and seeds, without the options that do not change the result."""
         words = ["coterie", "reproduce", suite.name if suite.name in suite_names() else f"{suite.name}.toml"]
-        words += [] if self.seeds is None else ["--seeds", ",".join(map(str, self.seeds))]
-        words += [word for row in self.rows for word in ("--rows", row)]
-        words += [word for column in self.columns for word in ("--columns", column)]
+        words += [] if tuple(seeds) == suite.seeds else ["--seeds", ",".join(map(str, seeds))]
+        rows, columns = {row.label for row, _ in cells}, {column.name for _, column in cells}
+        if len(rows) < len(suite.rows):
+            words += [word for row in suite.rows if row.label in rows for word in ("--rows", row.label)]
+        if len(columns) < len(suite.columns):
+            words += [word for one in suite.columns if one.name in columns for word in ("--columns", one.name)]
         words += [] if self.scale == 1 else ["--scale", f"{self.scale:g}"]
         words += [] if self.device == "auto" else ["--device", self.device]
         return shlex.join(words)

@@ -42,7 +42,7 @@ import datetime
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -111,8 +111,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Written:
-    """What a written result has: its records by row, column and seed, where they were made, and its figures."""
+    """What a written result has: its cells and seeds, records of them, where they were made, and its figures."""
 
+    cells: Collection[tuple[str, str]] = ()  # row, column
+    seeds: Sequence[int] = ()
     records: Mapping[tuple[str, str, int], Record] = field(default_factory=dict)
     machine: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
@@ -122,6 +124,14 @@ class Written:
     def places(self) -> set[str]:
         """The runs that it is made of."""
         return {place for record in self.records.values() for place in record.places}
+
+    def extended(
+        self, suite: Suite, cells: Sequence[tuple[Row, Column]], seeds: Sequence[int]
+    ) -> tuple[list[tuple[Row, Column]], list[int]]:
+        """These cells and seeds with those that were written before, in the order of the suite."""
+        every = [one for one in suite.chosen() if one in cells or (one[0].label, one[1].name) in self.cells]
+        known = dict.fromkeys([*suite.seeds, *self.seeds, *seeds])
+        return every, [seed for seed in known if seed in self.seeds or seed in seeds]
 
 
 @dataclass(frozen=True)
@@ -165,7 +175,9 @@ def read_written(folder: Path, suite: Suite, settings: Settings) -> Written:
                 for record in _records_of(cell, max(1, len(suite.parts))):
                     records[*key, int(record.places[0].rpartition("-s")[2])] = record
         machine = {"date": result["date"], "commit": result["commit"], **result["machine"]}
-        return Written(records, machine, result["notes"], result["figures"])
+        there = {(cell["row"], cell["column"]) for cell in result["cells"]}
+        seeds = [int(seed) for seed in result["seeds"]]
+        return Written(there, seeds, records, machine, result["notes"], result["figures"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise RunError(f"{folder / RESULT} cannot be continued: {error!r}.") from error
 
