@@ -110,6 +110,13 @@ def test_a_part_of_a_table_is_added_to_what_is_written(command: Command, suite: 
     assert result["command"] == "coterie reproduce tiny.toml --rows Global --rows IFCA"
 
 
+def test_a_count_of_seeds_takes_the_first_of_the_suite(command: Command, suite: str):
+    Path(suite).write_text(TEXT.replace("seeds = [0, 1]", "seeds = [42, 43]"))
+    (result,) = command("reproduce", suite, "-r", "IFCA", "--seeds", "1", "--json").json
+    assert (result["seeds"], result["cells"][0]["runs"]) == ([42], ["all/ifca-s42"])
+    assert "--seeds must be a count" in command("reproduce", suite, "--seeds", "one").error
+
+
 def test_a_written_run_can_be_run_again(command: Command, suite: str):
     flags = ("-r", "Global", "--seeds", "1", "--write", "docs")
     command("reproduce", suite, *flags, "--out", "one")

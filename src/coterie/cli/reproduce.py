@@ -52,7 +52,14 @@ def reproduce(
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the suites: state, date, what is missing.")] = False,
     seeds: Annotated[
-        str | None, typer.Option("--seeds", metavar="SEEDS", help="Seeds; by default the suite's.", show_default=False)
+        str | None,
+        typer.Option(
+            "--seeds",
+            metavar="SEEDS",
+            help="Seeds: a count of the suite's (1 is the first), a range (5-9) or a list (1,4,7); by default the "
+            "suite's.",
+            show_default=False,
+        ),
     ] = None,
     rows: Annotated[list[str] | None, typer.Option("--rows", "-r", help="Only this row; repeatable.")] = None,
     columns: Annotated[list[str] | None, typer.Option("--columns", "-c", help="Only this column; repeatable.")] = None,
@@ -105,13 +112,13 @@ def reproduce(
     if not suites:
         raise ConfigError("Name a suite, or 'all'; 'coterie reproduce --list' lists them.")
     start_server(jobs)
-    numbers = None if seeds is None else parse_seeds(seeds)
-    run = _Run(root, target, numbers, rows or [], columns or [], scale, jobs, device, data_dir, quiet or json_)
+    run = _Run(root, target, seeds, rows or [], columns or [], scale, jobs, device, data_dir, quiet or json_)
     run.again = again
     run.until = float("inf") if limit_seconds is None else monotonic() + limit_seconds
     found, absent = [], []
     for suite in suites:  # before the first run: a bad name costs nothing
         run.cells(suite)
+        run.numbers(suite)
     for suite in suites:
         folder = data_folder(data_dir)
         if lacking := missing_data(suite, folder):
@@ -142,7 +149,7 @@ class _Run:
         self,
         root: Path,
         target: Path | None,
-        seeds: Sequence[int] | None,
+        seeds: str | None,
         rows: Sequence[str],
         columns: Sequence[str],
         scale: float,
@@ -159,12 +166,15 @@ class _Run:
     def cells(self, suite: Suite) -> list[tuple[Row, Column]]:
         return suite.chosen(self.rows, self.columns)
 
+    def numbers(self, suite: Suite) -> Sequence[int]:
+        return suite.seeds if self.seeds is None else parse_seeds(self.seeds, suite.seeds)
+
     def finish(self, suite: Suite) -> Result:
         """Run what is missing and there is time for, and write the result."""
         from coterie.reproduce.suite import cases_of, settings_of
         from coterie.runs.batch import Loader
 
-        cells, seeds, home = self.cells(suite), self.seeds or suite.seeds, self.root / suite.name
+        cells, seeds, home = self.cells(suite), self.numbers(suite), self.root / suite.name
         spots = suite.spots(cells, seeds)
         self.total += len(spots)
         where = None if self.data_dir is None else str(self.data_dir)

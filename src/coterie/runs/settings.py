@@ -119,11 +119,15 @@ def build_run(values: Mapping[str, Any]) -> tuple[RunSettings, Schedule]:
     return build(RunSettings, run, "run"), build(Schedule, schedule, "run")
 
 
-def parse_seeds(text: str) -> tuple[int, ...]:
+def parse_seeds(text: str, usual: Sequence[int] = ()) -> tuple[int, ...]:
     """The seeds of `--seeds`: a count, a range, or a list of numbers and ranges.
+
+    A count takes the first of the usual seeds, and goes on after the last of them.
 
     >>> parse_seeds("3"), parse_seeds("5-9"), parse_seeds("1,4,7"), parse_seeds("7,0-2")
     ((0, 1, 2), (5, 6, 7, 8, 9), (1, 4, 7), (7, 0, 1, 2))
+    >>> parse_seeds("1", (42, 43)), parse_seeds("3", (42, 43))
+    ((42,), (42, 43, 44))
     """
     expected = "--seeds must be a count >= 1 (3), a range (5-9) or a list (1,4,7)"
     seeds: list[int] = []
@@ -139,7 +143,8 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         return tuple(dict.fromkeys(seeds))
     if not 1 <= seeds[0] <= MOST_SEEDS:
         raise ConfigError(f"{expected}. Got '{text}' instead.")
-    return tuple(range(seeds[0]))
+    after = max(usual, default=-1) + 1
+    return (*usual, *range(after, after + seeds[0]))[: seeds[0]]
 
 
 def read_tables(path: Path) -> Tables:
