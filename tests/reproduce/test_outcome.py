@@ -1,4 +1,4 @@
-"""Outcomes: means over seeds, parts and columns, differences, what is missing, and the page."""
+"""Outcomes: means over seeds, parts and columns, differences, what is missing, and what was written before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from coterie.errors import ConfigError, RunError, UnknownName
-from coterie.reproduce.outcome import Found, draw, measure, page, read_result, read_runs, read_written, result_of, write
+from coterie.reproduce.outcome import Found, draw, measure, read_result, read_runs, read_written, result_of, write
+from coterie.reproduce.page import page
 from coterie.reproduce.suite import Suite, read_suite
 
 MACHINE = {"platform": "Linux", "processor": "x86_64", "threads": 1, "gpu": None, "torch": "2", "python": "3"}
@@ -98,25 +99,6 @@ def test_notes_say_what_differs(tiny: Suite):
     assert quick["notes"][-1] == "Seeds 0, not 0, 1 as the suite has them."
     other = Found({}, {"a": MACHINE, "b": MACHINE | {"gpu": "H200"}}, {})
     assert "2 machines" in result_of(tiny, tiny.chosen(), (0, 1), other, command="")["notes"][-1]
-
-
-def test_the_page_shows_published_ours_and_difference(tiny: Suite):
-    text = page(result(tiny, {"all/global-s0": summary(0.81), "all/global-s1": summary(0.83)}))
-    assert text.startswith("# A paper (2020). Table 1: digits\n")
-    assert "| Global | 80.00 → 82.00 ±1.41 (+2.00) | 70.00 → - | 75.00 → - |" in text
-    assert "| Magic | 99.00 → - | 98.00 → - | 98.50 → - |" in text
-    assert "- Digits in place of faces." in text
-    assert "| Global | all | fedavg, paper | 4 | 40 B | 1.5 |" in text
-    assert "`coterie reproduce tiny`" in text
-    assert "## ARI" not in text  # nothing published, nothing measured
-
-
-def test_a_single_column_is_one_table_of_metrics(tiny: Suite):
-    cells, runs = tiny.chosen(columns=["all"]), found({"all/global-s0": summary(0.81, 0.5)})
-    text = page(result_of(tiny, cells, [0], runs, command=""))
-    assert "## all\n\n|  | accuracy, % | ARI |" in text
-    assert "| Global | 80.00 → 81.00 (+1.00) | 0.50 |" in text
-    assert "| Magic | 99.00 → - | - |" in text
 
 
 def test_finished_runs_are_read_from_their_folders(tiny: Suite, tmp_path: Path):

@@ -21,16 +21,15 @@ from coterie.reproduce.borrow import PLACE, borrow
 from coterie.reproduce.needs import missing_data, sentence
 from coterie.reproduce.outcome import (
     Found,
-    Result,
     Written,
     draw,
     read_result,
     read_runs,
     read_written,
     result_of,
-    tables_of,
     write,
 )
+from coterie.reproduce.page import Result, tables_of
 from coterie.reproduce.suite import ALL, Column, Row, Suite, find_suites, suite_names
 from coterie.runs.processes import start_server
 from coterie.runs.settings import parse_seeds

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from coterie.errors import MissingExtra, RunError, StorageError
-from coterie.reproduce.outcome import RESULT, TABLE, Result, read_result
+from coterie.reproduce.outcome import RESULT, TABLE, read_result
+from coterie.reproduce.page import Result
 from coterie.reproduce.suite import AS_PUBLISHED
 from coterie.settings import counted
 from coterie.views.report.page import shell, source_hash, static
