@@ -58,7 +58,7 @@ def test_fields_of_a_method_are_explained(command: Command):
 def test_settings_of_a_model_and_its_defaults(command: Command):
     found = {item["name"]: item["settings"] for item in command("list", "models", "--json").json}
     assert found["leaf-cnn"] == {"hidden": 2048}
-    assert found["mclr"] == {}
+    assert found["mclr"] == {"std": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The larger models: published sizes, and equal results for stacked and single models."""
 
+import math
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import coterie
 from coterie.errors import ConfigError, ModelError
 from coterie.nets.registry import find_model, models
-from coterie.nets.zoo import celeba_cnn, lenet, linear, mobilenetv2, resnet18
+from coterie.nets.zoo import celeba_cnn, lenet, linear, mclr, mobilenetv2, resnet18
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,13 @@ def test_two_linear_layers_are_linear():
     module, (one, other) = linear((4,), 3, hidden=5), torch.randn(2, 6, 4)
     middle = (module(one) + module(other)) / 2
     torch.testing.assert_close(module((one + other) / 2), middle)
+
+
+@pytest.mark.parametrize(("std", "expected"), [(0.0, 1 / math.sqrt(3 * 784)), (0.2, 0.2)])
+def test_first_weights_of_logistic_regression_are_as_large_as_told(std, expected):
+    layer = mclr((1, 28, 28), 10, std=std)[1]
+    assert layer.weight.std().item() == pytest.approx(expected, rel=0.05)
+    assert bool(layer.bias.any()) == (std == 0)
 
 
 @pytest.mark.parametrize(("pool", "layer"), [("max", torch.nn.MaxPool2d), ("avg", torch.nn.AvgPool2d)])
@@ -138,6 +146,7 @@ def test_stacked_is_the_same_as_one_at_a_time(build, settings, norm):
     [
         (celeba_cnn, {"norm": "layer"}, "norm of the model must be one of batch, group. Got 'layer'"),
         (lenet, {"pool": "min"}, "pool of the model must be one of max, avg. Got 'min'"),
+        (mclr, {"std": -0.1}, "std of the model must be a float >= 0. Got -0.1"),
         (linear, {"hidden": 0}, "hidden of the model must be an int >= 1. Got 0"),
         (resnet18, {"stem": "large"}, "stem of the model must be one of small, imagenet. Got 'large'"),
         (resnet18, {"width": 0}, "width of the model must be an int >= 1. Got 0"),

@@ -29,9 +29,15 @@ _STEMS = ("small", "imagenet")
 
 
 @register_model("mclr")
-def mclr(input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
-    """Multinomial logistic regression: one linear layer."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_outputs))
+def mclr(input_shape: tuple[int, ...], num_outputs: int, *, std: float = 0.0) -> nn.Module:
+    """Multinomial logistic regression: one linear layer; `std` of its first weights, 0: as PyTorch draws them."""
+    if not isinstance(std, (int, float)) or isinstance(std, bool) or not 0 <= std < math.inf:
+        raise ConfigError(f"std of the model must be a float >= 0. Got {std!r} instead.")
+    layer = nn.Linear(math.prod(input_shape), num_outputs)
+    if std > 0:
+        nn.init.normal_(layer.weight, std=std)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(nn.Flatten(), layer)
 
 
 @register_model("mlp")
