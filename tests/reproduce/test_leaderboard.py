@@ -146,6 +146,12 @@ def test_rows_that_are_only_published_and_suites_without_metrics_have_no_line():
     assert [line.method for line in lines_of([result("a/t", published, cell("fedavg", 50.0)), bare])] == ["fedavg"]
 
 
+def test_a_stand_in_has_no_difference():
+    easy = cell("fedavg", 90.0, published={"accuracy": 70.0}) | {"difference": {}}
+    results = [result("a/t", easy)]
+    assert "90.00<small>70.00</small></td>" in board_html(results, lines_of(results), None)
+
+
 def test_the_page_shows_ours_published_and_difference(two: list[dict[str, Any]]):
     page = board_html(two, lines_of(two), None)
     rows = re.findall(r"<tr><td>(.*?)</tr>", page)

@@ -56,6 +56,19 @@ def test_a_cell_is_the_mean_over_seeds_beside_the_published_number(tiny: Suite):
     assert (got["schema"], got["seconds"], got["date"], got["machine"]["torch"]) == (1, 3.0, "2026-01-02", "2")
 
 
+def test_a_stand_in_is_shown_beside_the_published_number_without_a_difference(toml: Path):
+    toml.write_text("stand_in = true\n" + toml.read_text())
+    suite = read_suite(toml, "tiny")
+    places = {f"{column}/global-s0": summary(0.8) for column in ("all", "half")}
+    got = result(suite, places, seeds=(0,))
+    both = cell(got, "Global", "all"), cell(got, "Global", "both", "means")
+    assert [(one["published"], one["difference"]) for one in both] == [
+        ({"accuracy": 80.0}, {}),
+        ({"accuracy": 75.0}, {}),
+    ]
+    assert "| Global | 80.00 → 80.00 | 70.00 → 80.00 | 75.00 → 80.00 |" in page(got)
+
+
 def test_what_was_not_run_is_missing_with_its_problem(tiny: Suite):
     got = result(tiny, {"all/global-s0": summary(0.8)}, seeds=(0,), problems={"all/ifca-s0": "no luck"})
     assert got["missing"] == [

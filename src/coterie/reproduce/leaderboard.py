@@ -302,7 +302,9 @@ def _cell(entry: Entry | None) -> str:
     sent = "" if entry.bytes is None else f", {size_text(entry.bytes)} sent"
     over = f"over {counted(entry.seeds, 'seed')}, rank {entry.rank:g}"
     title = f"{entry.row}: {entry.ours:.2f} ± {entry.std:.2f} {over}{sent}"
-    more = "" if entry.published is None else f"<small>{entry.published:.2f} {entry.difference:+.2f}</small>"
+    published = "" if entry.published is None else f"{entry.published:.2f}"
+    published += "" if entry.difference is None else f" {entry.difference:+.2f}"
+    more = f"<small>{published}</small>" if published else ""
     best = " best" if entry.regret == 0 else ""
     return f'<td class="number{best}"{data} title="{escape(title)}">{entry.ours:.2f}{more}</td>'
 

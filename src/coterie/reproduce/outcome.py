@@ -21,7 +21,7 @@ result.json, schema 1. Numbers are as the papers print them: accuracies and F1 i
         published     {metric: number}; {} for rows of our own
         ours          {metric: {"mean", "std", "n", "values"}}; std is that of a sample, 0 for one seed. A metric that
                       a run does not have (ARI without true groups) is left out, so {} before the first run
-        difference    {metric: ours - published}
+        difference    {metric: ours - published}; nothing if the data is a stand-in for the paper's
         bytes         {"mean"}: sent in both directions by a run, or null
         rounds        of a run, or null
         seconds       {"mean"}: of a run, or null
@@ -279,7 +279,7 @@ def _cell(suite: Suite, row: Row, column: Column, records: Sequence[Record], set
         "settings": {} if row.method is None else dict(settings(row, column)),
         "published": published,
         "ours": ours,
-        "difference": _difference(ours, published),
+        "difference": _difference(suite, ours, published),
         "bytes": _average([record.bytes for record in records]),
         "rounds": records[0].rounds if records else None,
         "seconds": _average([record.seconds for record in records]),
@@ -293,8 +293,9 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": statistics.fmean(values), "std": std, "n": len(values), "values": list(values)}
 
 
-def _difference(ours: Mapping[str, Any], published: Mapping[str, float]) -> dict[str, float]:
-    return {name: ours[name]["mean"] - published[name] for name in published if name in ours}
+def _difference(suite: Suite, ours: Mapping[str, Any], published: Mapping[str, float]) -> dict[str, float]:
+    """Nothing for a stand-in: its data is easier or harder than the paper's."""
+    return {} if suite.stand_in else {name: ours[name]["mean"] - published[name] for name in published if name in ours}
 
 
 def _average(values: Sequence[float]) -> dict[str, float] | None:
@@ -322,7 +323,7 @@ def _mean(suite: Suite, name: str, among: Sequence[str], row: Row, cells: Sequen
         if len(counts) == 1 and 0 not in counts:
             by_seed = zip(*(cell["ours"][metric]["values"] for cell in whole), strict=True)
             ours[metric] = _spread([statistics.fmean(values) for values in by_seed])
-    difference = _difference(ours, published)
+    difference = _difference(suite, ours, published)
     return {"row": row.label, "column": name, "published": published, "ours": ours, "difference": difference}
 
 

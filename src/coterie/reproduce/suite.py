@@ -31,6 +31,7 @@ More fields, all optional:
 - `groups` of a column: the number of true groups for each of `seeds`, or a table of such lists by part, with "count"
   in place of a list to count them in the data; `told` of a row: the field of its method that gets this number.
 - `notes` of a column or row.
+- `stand_in`: true if the data is not the paper's: published numbers are shown, but no differences from them.
 - `figures`: functions "module:name" that draw from the finished runs (see `outcome.draw`); `keep_models`: keep the
   checkpoints of finished runs, for figures that need models.
 
@@ -147,6 +148,7 @@ class Suite:
     notes: tuple[str, ...] = ()
     figures: tuple[str, ...] = ()
     keep_models: bool = False
+    stand_in: bool = False
 
     @cached_property
     def column(self) -> dict[str, Column]:
@@ -236,7 +238,7 @@ def read_suite(path: Path, name: str) -> Suite:
 
 
 _FIELDS = {"paper", "title", "priority", "data", "seeds", "metrics", "base", "columns", "rows", "parts", "means"}
-_FIELDS |= {"scale", "notes", "figures", "keep_models"}
+_FIELDS |= {"scale", "notes", "figures", "keep_models", "stand_in"}
 
 
 def _suite(name: str, content: Mapping[str, Any]) -> Suite:
@@ -271,6 +273,7 @@ def _suite(name: str, content: Mapping[str, Any]) -> Suite:
         notes=tuple(content.get("notes", ())),
         figures=tuple(content.get("figures", ())),
         keep_models=bool(content.get("keep_models", False)),
+        stand_in=bool(content.get("stand_in", False)),
     )
 
 
