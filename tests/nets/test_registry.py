@@ -52,7 +52,7 @@ def test_oblong_images_fit():
 def test_settings_of_a_model():
     assert size(build("mlp", (4,), 2, hidden=3)) == 4 * 3 + 3 + 3 * 2 + 2
     assert model_settings(find_model("mlp")) == {"hidden": 200}
-    assert model_settings(find_model("mclr")) == {}
+    assert model_settings(find_model("mclr")) == {"std": 0.0}
 
 
 def test_initial_weights_depend_only_on_the_seed():
