@@ -346,14 +346,17 @@ def trained_by(client, sent):
     return 0.5 * sent + torch.linspace(0, 1, WIDE) * client
 
 
-def mock(gap, gains=None, alarmed=(), silent=()):
-    """Clients whose kinds differ by `gap`; `gains` [SIDE] are what a part would spare each of them."""
+def mock(gap, gains=None, alarmed=(), silent=(), changed=()):
+    """Clients whose kinds differ by `gap`; `gains` [SIDE] are what a part would spare each of them.
+
+    Those who have `changed` sign as the other kind.
+    """
 
     def respond(step, client, sent, shares=None, curve=None, watch=None, sign=None, **more):
         if client in silent:
             raise RuntimeError("off")
         if step == "sign_at":
-            return answer_of(client, gap)
+            return answer_of(client ^ (client in changed), gap)
         center = sent[0] if step == "try_member" else sent
         found = {"params": trained_by(client, center), "samples": SAMPLES[client]}
         if curve is not None:
@@ -447,15 +450,13 @@ def test_only_those_who_never_answered_are_unseen():
     assert bool(has_signature(after).all())
 
 
-def test_a_client_whose_loss_has_risen_does_not_move_its_center():
+def test_a_client_whose_loss_has_risen_counts_if_it_stays():
     method = Coterie(warmup=1)
     states = driven(method, mock(gap=20.0), 2)
     engine = mock(gap=21.0, alarmed=(5,))
     [after] = driven(method, engine, 1, states[-1], first=3)
     models = torch.stack([trained_by(client, states[-1].centers[1]) for client in range(SIDE)])
-    weights = SAMPLES.clone()
-    weights[5] = 0
-    torch.testing.assert_close(after.centers[1], mean_of(models[1::2], weights[1::2]))
+    torch.testing.assert_close(after.centers[1], mean_of(models[1::2], SAMPLES[1::2]))
     # It signs again, and stays: its signature is of its cluster still.
     assert ("sign_at", [5]) in engine.calls
     assert after.labels.tolist() == [0, 1] * 10
@@ -471,19 +472,20 @@ def test_a_client_whose_loss_has_risen_does_not_move_its_center():
     assert torch.equal(later.contrasts[5], answer_of(5, 20.0)["contrast"].float())
 
 
-@pytest.mark.parametrize("has_chosen", [True, False])
-def test_a_center_that_most_members_find_worse_is_not_trained_by_the_others_alone(has_chosen: bool):
-    """It would become worse still; unless nobody has chosen it again, since then those members may have changed."""
+def test_clients_that_have_changed_do_not_move_the_center_that_they_leave():
+    """Most members of the second cluster have changed; of the first one most find their center worse."""
     method = Coterie(warmup=1)
-    before = driven(method, mock(gap=20.0), 2)[-1]
-    if has_chosen:
-        before = replace(before, chose_in=before.chose_in.index_fill(0, torch.tensor([3]), 2))
-    most = list(range(1, SIDE - 7, 2))
-    [after] = driven(method, mock(gap=21.0, alarmed=(4, *most)), 1, before, first=3)
-    for cluster, left_out in ((0, [4]), (1, [] if has_chosen else most)):
+    before = replace(driven(method, mock(gap=20.0), 2)[-1], sent_in_rounds=10_000)  # enough for all to choose
+    changed, stayed = list(range(1, SIDE - 7, 2)), list(range(0, SIDE - 7, 2))
+    engine = mock(gap=21.0, alarmed=(*changed, *stayed), changed=changed)
+    [after] = driven(method, engine, 1, before, first=3)
+    assert after.labels.tolist() == [0 if client in changed else client % 2 for client in range(SIDE)]
+    for cluster, left_out in ((0, []), (1, changed)):
         models = torch.stack([trained_by(client, before.centers[cluster]) for client in range(cluster, SIDE, 2)])
         weights = SAMPLES.clone().index_fill(0, torch.tensor(left_out, dtype=torch.int64), 0)[cluster::2]
         torch.testing.assert_close(after.centers[cluster], mean_of(models, weights))
+    [move] = [one for one in after.decisions if one["what"] == "move"]
+    assert (len(move["moves"]), move["loss_rose"]) == (len(changed), len(changed))
 
 
 def test_losses_of_mixes_are_means_over_held_out_samples_and_fade():

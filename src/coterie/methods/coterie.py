@@ -140,7 +140,10 @@ class Coterie(SignedMethod[CoterieState]):
         update = Update(self, state, engine, keep=has_news or bool(state.proposals))
         for chunk in self._train(state, engine, cohort[state.labels[cohort] >= 0], is_signing, rng):
             update.add(chunk)
-        state = update.averaged()
+        state, alarmed = update.decided(), update.alarms.clients
+        if len(alarmed):
+            state = self._rechosen(state, engine, alarmed, rng.at("alarmed"))
+        state = update.averaged(state)
         silent = unseen & ~torch.zeros_like(unseen).index_fill(0, update.answered, True)
         state = replace(state, labels=torch.where(silent, -1, state.labels))
         if state.proposals:

@@ -835,41 +835,29 @@ def test_the_guard_can_be_switched_off(name):
     assert set(trainer.progress.labels[-1]) == {0}
 
 
-def alarms_of(chose_in: list[int], num_clusters: int = 2, now: int = 10) -> Alarms:
-    engine = MockEngine(lambda *_: {}, num_clients=len(chose_in), size=2)
-    engine.begin(now, "round")
-    state = CenterState.common_start(engine, num_clusters, chose_in=torch.tensor(chose_in))
-    return Alarms(state, engine)
-
-
 @pytest.mark.parametrize(
-    ("alarmed", "chose_in", "expected"),
+    ("chose_in", "labels", "num_clusters", "expected"),
     [
-        ([0, 1, 1, 0, 0, 0, 0], [0, 9, 0, 0, 0, 0, 0], [1, 2]),  # two of three members of cluster 0
-        ([0, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], []),  # none has chosen it again: they may have changed
-        ([0, 1, 1, 0, 0, 0, 0], [9, 0, 0, 9, 9, 9, 9], []),  # one has, but it is content
-        ([0, 1, 1, 0, 0, 0, 0], [0, 4, 0, 0, 0, 0, 0], []),  # too long ago
-        ([0, 1, 0, 0, 1, 1, 0], [9, 9, 9, 9, 9, 9, 9], []),  # one of three, two of four
-        ([1, 1, 1, 1, 1, 1, 1], [0, 0, 9, 5, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6]),
-        ([1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 5, 0, 0, 0], [3, 4, 5, 6]),
+        ([10, 10, 10], [0, 0, 1], 2, [0, 2]),  # all of them have chosen, and stayed
+        ([10, 9, 10], [0, 0, 1], 2, [0, 2]),
+        ([0, 10, 9], [0, 0, 1], 2, []),  # one waits, one chose earlier
+        ([10, 10, 10], [1, 0, 1], 2, [2]),  # one has moved
+        ([0, 0, 0], [0, 0, 0], 1, [0, 2]),  # with one cluster there is no choice
     ],
 )
-def test_models_of_alarmed_clients_count_where_they_are_most_and_have_chosen_again(
-    alarmed: list[int], chose_in: list[int], expected: list[int]
+def test_models_of_alarmed_clients_count_if_they_have_chosen_their_center_again(
+    chose_in: list[int], labels: list[int], num_clusters: int, expected: list[int]
 ):
-    alarms = alarms_of(chose_in)
-    labels, rows = torch.tensor([0, 0, 0, 1, 1, 1, 1]), torch.arange(7.0).unsqueeze(1).expand(7, 2)
-    for part in (slice(0, 4), slice(4, 7)):
-        risen = torch.tensor(alarmed[part], dtype=torch.bool)
-        alarms.add(torch.arange(7)[part], rows[part], labels[part], 1 + rows[part, 0], risen)
-    found = list(alarms.counted())
-    assert [int(row[0]) for models, _, _ in found for row in models] == expected
-    assert [int(weight) for _, _, weights in found for weight in weights] == [1 + one for one in expected]
-
-
-@pytest.mark.parametrize(("members", "count"), [(2, 0), (3, 3)])
-def test_two_members_are_too_few_to_find_their_center_worse_and_one_cluster_leaves_no_choice(members: int, count: int):
-    alarms = alarms_of([0] * members, num_clusters=1)
-    everyone, ones = torch.arange(members), torch.ones(members)
-    alarms.add(everyone, torch.ones(members, 2), torch.zeros(members, dtype=torch.int64), ones, ones.bool())
-    assert sum(len(models) for models, _, _ in alarms.counted()) == count
+    engine = MockEngine(lambda *_: {}, num_clients=3, size=2)
+    engine.begin(10, "round")
+    alarms, before = Alarms(engine), torch.tensor([0, 0, num_clusters - 1])
+    rows, alarmed = torch.arange(3.0).unsqueeze(1).expand(3, 2), torch.tensor([True, False, True])
+    for part in (slice(0, 2), slice(2, 3)):
+        alarms.add(torch.arange(3)[part], rows[part], before[part], 1 + rows[part, 0], alarmed[part])
+    assert alarms.clients.tolist() == [0, 2]
+    state = CenterState.common_start(engine, num_clusters, chose_in=torch.tensor(chose_in))
+    state = replace(state, labels=torch.tensor(labels))
+    found = list(alarms.counted(state, engine))
+    assert [client for clients, *_ in found for client in clients.tolist()] == expected
+    assert [int(row[0]) for _, models, _, _ in found for row in models] == expected
+    assert [int(weight) for *_, weights in found for weight in weights] == [1 + one for one in expected]

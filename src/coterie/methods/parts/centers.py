@@ -29,7 +29,6 @@ from coterie.settings import setting
 PATIENCE = 5  # rounds after a choice in which the method's rule does not ask for another
 REST = 2  # rounds between two repairs of a cluster, so that the first can take effect
 
-_SOME = 3  # members that must have answered before their center can be found worse
 _WIDTH = 1024  # of the sketches of updates that the guard compares
 _RISE = 1.5  # a loss has risen if it is more than so many times the past one ...
 _SLACK = 0.1  # ... plus this share of the client's first loss
@@ -260,35 +259,34 @@ class Watch:
 class Alarms:
     """The models of clients whose loss has risen in a round.
 
-    Their data may be of another kind now, so they do not move their center, and choose anew. Where most of a cluster
-    say so, and one of them has chosen this center again in the last rounds, it is the center that has become worse.
-    Without them it would become worse still, so there they count.
+    Their data may be of another kind now, so they are asked before the centers move. Those that choose their center
+    again have not changed: there the center has become worse, and without them it would become worse still, so they
+    count. The others are left out. With one cluster there is no choice, and all count.
     """
 
-    def __init__(self, state: CenterState, engine: Engine) -> None:
-        num_clusters = state.num_clusters
+    def __init__(self, engine: Engine) -> None:
         self._fits = fits_in_memory(engine.num_clients, engine)
-        self._has_chosen = (state.chose_in > 0) & (engine.round - state.chose_in <= PATIENCE) | (num_clusters < 2)
-        self._answered, self._risen, self._stayed = torch.zeros(3, num_clusters, dtype=torch.int64)
-        self._held: list[tuple[Tensor, Tensor, Tensor]] = []  # models, labels, weights
+        self._held: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # clients, models, labels, weights
+
+    @property
+    def clients(self) -> Tensor:
+        """Those whose models are held."""
+        return torch.cat([torch.empty(0, dtype=torch.int64), *(one[0] for one in self._held)])
 
     def add(self, clients: Tensor, models: Tensor, labels: Tensor, weights: Tensor, alarmed: Tensor) -> None:
         """Models [c, P] of clients [c] in these clusters [c], with the weight that they would have [c]."""
-        self._answered += labels.bincount(minlength=len(self._answered))
-        self._risen += labels[alarmed].bincount(minlength=len(self._risen))
-        self._stayed += labels[alarmed & self._has_chosen[clients]].bincount(minlength=len(self._stayed))
         if self._fits and bool(alarmed.any()):
             there = alarmed.to(models.device)
-            self._held.append((models[there], labels[alarmed], weights[there]))
+            self._held.append((clients[alarmed], models[there], labels[alarmed], weights[there]))
 
-    def counted(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Models, labels and weights of those that count after all."""
-        is_worse = (2 * self._risen > self._answered) & (self._answered >= _SOME) & (self._stayed > 0)
-        for models, labels, weights in self._held:
-            counts = is_worse[labels]
+    def counted(self, state: CenterState, engine: Engine) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Clients, models, labels and weights of those that count, after they have chosen."""
+        for clients, models, labels, weights in self._held:
+            stayed = (state.chose_in[clients] == engine.round) & (state.labels[clients] == labels)
+            counts = stayed if state.num_clusters > 1 else torch.ones_like(stayed)
             there = counts.to(models.device)
             if bool(counts.any()):
-                yield models[there], labels[counts], weights[there]
+                yield clients[counts], models[there], labels[counts], weights[there]
 
 
 class RoundUpdate(Generic[C]):
@@ -299,7 +297,7 @@ class RoundUpdate(Generic[C]):
         self._average = method.average(state, engine)
         self._labels, self._pending = state.labels.clone(), state.pending.clone()
         self._alarmed = state.alarmed.clone()
-        self._alarms = Alarms(state, engine)
+        self.alarms = Alarms(engine)
         self.answered = torch.empty(0, dtype=torch.int64)
         self.watch = Watch(engine, method.guard)
         self._votes = Votes(state)
@@ -309,7 +307,7 @@ class RoundUpdate(Generic[C]):
 
         `started` [c] are the centers they trained from, if they chose them themselves (IFCA). After a
         warm start and with the guard, another cluster is a proposal: the client keeps its label until it has chosen
-        anew. A client whose loss has risen also keeps it, and does not move a center (but see `Alarms`).
+        anew. A client whose loss has risen also keeps it, and may be left out of its center (see `Alarms`).
         Where `admission` limits who may move, clients that move count in no center in this round.
         """
         state, clients = self._state, chunk.clients
@@ -329,30 +327,32 @@ class RoundUpdate(Generic[C]):
         if self._method.admission < 1:
             counts &= (chosen == before) | (before < 0)
         weights = self._method.weights_of(chunk) * counts.to(self._engine.device)
-        self._alarms.add(clients, chunk.answer.params, chosen.clamp_min(0), weights, alarmed)
+        self.alarms.add(clients, chunk.answer.params, chosen.clamp_min(0), weights, alarmed)
         weights = weights * (~alarmed).to(self._engine.device)
         self._average.add(chunk.answer.params, chosen.clamp_min(0), weights)
         self.watch.add(chunk, before if started is None else started, state)
         self._votes.add(chunk, before)
         self.answered = torch.cat([self.answered, clients])
 
-    def averaged(self, **changes: Any) -> C:
-        """The state after the round: every center is the mean of its members. `changes` are fields of the method."""
+    def decided(self) -> C:
+        """The state with the new labels, and the old centers."""
         state = self._state
-        for models, clusters, weights in self._alarms.counted():
-            self._average.add(models, clusters, weights)
         labels = admitted(state.labels, state.labels, self._labels, self._engine.keys, self._method.admission)
         # A client that has moved may have other data now: its signature is of the past.
         moved = (state.labels >= 0) & (labels != state.labels)
         return replace(
             without_signatures(state, moved),
-            **self._votes.changes(self._average.means(keep=state.centers)),
             labels=labels,
             pending=self._pending,
             alarmed=self._alarmed,
             sent_in_rounds=state.sent_in_rounds + 2 * len(self.answered),
-            **changes,
         )
+
+    def averaged(self, state: C) -> C:
+        """The state in which every center is the mean of its members."""
+        for _, models, labels, weights in self.alarms.counted(state, self._engine):
+            self._average.add(models, labels, weights)
+        return replace(state, **self._votes.changes(self._average.means(keep=state.centers)))
 
 
 def admitted(since: Tensor, now: Tensor, wanted: Tensor, keys: Tensor, share: float) -> Tensor:

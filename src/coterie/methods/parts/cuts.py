@@ -91,8 +91,8 @@ class Update:
         self._method, self._state, self._engine = method, state, engine
         self._average = method.mean_of(state.num_clusters, engine, like=state.centers)
         self._pending, self._alarmed = state.pending.clone(), state.alarmed.clone()
+        self.alarms = Alarms(engine)
         self.answered = torch.empty(0, dtype=torch.int64)
-        self._alarms = Alarms(state, engine)
         self._votes = Votes(state)
         self.keep = keep  # whether clients have signed, so that their models may be needed again
         self._fits = keep and fits_in_memory(engine.num_clients, engine)
@@ -104,7 +104,7 @@ class Update:
         self._held = torch.zeros(state.num_clusters, dtype=torch.float64, device=state.curves.device)
 
     def add(self, chunk: Chunk) -> None:
-        """Average the models of a chunk. A client whose loss has risen does not move its center (but see `Alarms`)."""
+        """Average the models of a chunk. A client whose loss has risen may be left out (see `Alarms`)."""
         state, clients, answer = self._state, chunk.clients, chunk.answer
         labels = state.labels[clients]
         alarm = answer.get("alarm")
@@ -112,7 +112,7 @@ class Update:
         self._pending[clients] |= alarmed
         self._alarmed[clients] |= alarmed
         weights = self._method.weights_of(chunk)
-        self._alarms.add(clients, answer.params, labels, weights, alarmed)
+        self.alarms.add(clients, answer.params, labels, weights, alarmed)
         weights = weights * (~alarmed).to(self._engine.device)
         self._average.add(answer.params, labels, weights)
         self._count(labels, weights)
@@ -135,12 +135,18 @@ class Update:
         """Count the models in each cluster's mean."""
         self._models.index_add_(0, labels.to(self._models.device), (weights > 0).to(self._models))
 
-    def averaged(self) -> CoterieState:
+    def decided(self) -> CoterieState:
+        """The state in which clients whose loss has risen may choose anew; its centers are the old ones."""
+        sent = self._state.sent_in_rounds + 2 * len(self.answered)
+        return replace(self._state, pending=self._pending, alarmed=self._alarmed, sent_in_rounds=sent)
+
+    def averaged(self, state: CoterieState) -> CoterieState:
         """The state after the round, before kinds are looked for."""
-        state = self._state
-        for models, labels, weights in self._alarms.counted():
+        for clients, models, labels, weights in self.alarms.counted(state, self._engine):
             self._average.add(models, labels, weights)
             self._count(labels, weights)
+            if self._fits:
+                self._kept.append((clients, models, weights))
         seen = self._held > 0
         mean = (self._losses / self._held.clamp_min(1e-9).unsqueeze(1)).to(state.curves)
         known = (state.curves != 0).any(1, keepdim=True)
@@ -154,10 +160,7 @@ class Update:
             **found,
             served=torch.lerp(state.served, centers, rate),
             behind=behind,
-            pending=self._pending,
-            alarmed=self._alarmed,
             curves=torch.where(seen.unsqueeze(1), blend, state.curves),
-            sent_in_rounds=state.sent_in_rounds + 2 * len(self.answered),
         )
         return with_shares(after)
 
@@ -232,7 +235,7 @@ class Update:
             center, part = center[:, :1], part[:, :1]
         for proposal in proposals:
             cluster = proposal["clusters"][0]
-            mine = state.labels[clients] == cluster
+            mine = (state.labels[clients] == cluster) & (tried[clients] >= 0)  # some have moved since they tried
             gains = center[mine][:, center[mine].mean(0).argmin()] - part[mine][:, part[mine].mean(0).argmin()]
             t = t_value(gains)
             members = ((state.labels == cluster) & (tried >= 0)).nonzero().flatten()
@@ -255,7 +258,9 @@ class Update:
             there = members.to(state.signatures.device)
             return members, Halves.of(state.signatures[there], state.contrasts[there], state.counts[members])
         clients = torch.cat([chunk.clients for chunk in self._fresh])
-        mine = (state.labels[clients] == cluster) & ~state.alarmed[clients]
+        # A client that has moved in this round has signed at the center that it left.
+        stayed = state.labels[clients] == self._state.labels[clients]
+        mine = (state.labels[clients] == cluster) & stayed & ~state.alarmed[clients]
         rows, contrasts, counts = (
             torch.cat([chunk.answer[name] for chunk in self._fresh])[mine.to(state.centers.device)]
             for name in ("signature", "contrast", "counts")
