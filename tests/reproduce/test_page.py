@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coterie.reproduce.outcome import result_of
-from coterie.reproduce.page import page
+from coterie.reproduce.page import Table, page
 from coterie.reproduce.suite import Suite
 
 from .test_outcome import found, result, summary
@@ -26,3 +26,15 @@ def test_a_single_column_is_one_table_of_metrics(tiny: Suite):
     assert "## all\n\n|  | accuracy, % | ARI |" in text
     assert "| Global | 80.00 → 81.00 (+1.00) | 0.50 |" in text
     assert "| Magic | 99.00 → - | - |" in text
+
+
+def test_columns_are_in_the_order_of_the_longest_row():
+    texts = {("IFCA", "half"): "1", ("IFCA", "all"): "2", ("Magic", "half"): "3", ("Magic", "most"): "4"}
+    assert Table("", texts | {("Magic", "all"): "5", ("Magic", "none"): "-"}).columns == ["half", "most", "all"]
+
+
+def test_a_suite_without_metrics_tells_how_many_seeds_it_has(tiny: Suite):
+    places = {"all/global-s0": summary(0.8), "all/global-s1": summary(0.8)}
+    got = result(tiny, places)
+    got |= {"metrics": {}, "cells": [cell | {"ours": {}} for cell in got["cells"]]}
+    assert "Seeds: 0, 1; at most 2 of them finished in a cell" in page(got)

@@ -289,7 +289,7 @@ def bytes_by_network(result: Result, runs: Path, folder: Path) -> list[Path]:
         base = next((sent[cell["row"]] for cell in cells if cell["method"] == "fedavg" and cell["row"] in sent), None)
         axes.barh([rows.index(row) for row in sent], list(sent.values()), 0.62, color=colour(0), zorder=2)
         for row, value in sent.items():
-            text = f" {value:.3g}" + (f" ({value / base:.2g} x)" if base else "")
+            text = f" {float(f'{value:.3g}'):,g}" + (f" ({value / base:.2g} x)" if base else "")
             axes.text(value, rows.index(row), text, va="center", fontsize=7, color=LIGHT.ink)
         axes.set_xlim(0, 1.42 * max(sent.values()))
         axes.set_yticks(range(len(rows)), rows if axes is found[0] else [])

@@ -42,9 +42,13 @@ class Table:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that have a number."""
+        """The columns that have a number, in the order of the row that has most of them."""
         filled = {column for (_, column), text in self.texts.items() if text != "-"}
-        return list(dict.fromkeys(column for _, column in self.texts if column in filled))
+        by_row: dict[str, list[str]] = {}
+        for row, column in self.texts:
+            by_row.setdefault(row, []).append(column)
+        longest_first = sorted(by_row.values(), key=len, reverse=True)
+        return [one for one in dict.fromkeys(column for row in longest_first for column in row) if one in filled]
 
 
 def tables_of(result: Result) -> list[Table]:
@@ -65,7 +69,8 @@ def tables_of(result: Result) -> list[Table]:
 def page(result: Result) -> str:
     """The result as a page in Markdown."""
     machine = result["machine"]
-    count = max((one["n"] for cell in result["cells"] for one in cell["ours"].values()), default=0)
+    seeds = [{place.rpartition("-s")[2] for place in cell["runs"]} for cell in result["cells"]]
+    count = max(map(len, seeds), default=0)
     parts = [
         f"# {result['paper']}. {result['title']}",
         "Published → ours, mean ± standard deviation over the seeds (difference). Rows without an arrow are our own.",
