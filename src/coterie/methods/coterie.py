@@ -140,7 +140,7 @@ class Coterie(SignedMethod[CoterieState]):
         update = Update(self, state, engine, keep=has_news or bool(state.proposals))
         for chunk in self._train(state, engine, cohort[state.labels[cohort] >= 0], is_signing, rng):
             update.add(chunk)
-        state, alarmed = update.decided(), update.alarms.clients
+        state, alarmed = update.unaveraged(), update.alarms.clients
         if len(alarmed):
             state = self._rechosen(state, engine, alarmed, rng.at("alarmed"))
         state = update.averaged(state)

@@ -262,6 +262,8 @@ class Alarms:
     Their data may be of another kind now, so they are asked before the centers move. Those that choose their center
     again have not changed: there the center has become worse, and without them it would become worse still, so they
     count. The others are left out. With one cluster there is no choice, and all count.
+
+    Models that do not fit in memory are not held: their clients are left out, and choose afterwards.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -334,7 +336,7 @@ class RoundUpdate(Generic[C]):
         self._votes.add(chunk, before)
         self.answered = torch.cat([self.answered, clients])
 
-    def decided(self) -> C:
+    def unaveraged(self) -> C:
         """The state with the new labels, and the old centers."""
         state = self._state
         labels = admitted(state.labels, state.labels, self._labels, self._engine.keys, self._method.admission)

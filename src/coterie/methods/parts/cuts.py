@@ -135,7 +135,7 @@ class Update:
         """Count the models in each cluster's mean."""
         self._models.index_add_(0, labels.to(self._models.device), (weights > 0).to(self._models))
 
-    def decided(self) -> CoterieState:
+    def unaveraged(self) -> CoterieState:
         """The state in which clients whose loss has risen may choose anew; its centers are the old ones."""
         sent = self._state.sent_in_rounds + 2 * len(self.answered)
         return replace(self._state, pending=self._pending, alarmed=self._alarmed, sent_in_rounds=sent)

@@ -45,7 +45,7 @@ _FIRST = 2  # the first round after which clients choose anew: before it, the ce
 
 def guarded(method: CenterMethod[C], before: C, update: RoundUpdate[C], engine: Engine, rng: Rng) -> C:
     """The state after a round; broken clusters are repaired if the guard is on."""
-    after = update.decided()
+    after = update.unaveraged()
     if method.watches_losses:
         after = rechosen(method, after, engine, update.alarms.clients, rng.at("alarmed"), before.labels)
     after = update.averaged(after)
