@@ -292,11 +292,16 @@ class Engine(abc.ABC):
             self.ledger.begin_round()
         self.round, self.phase = round, phase
 
+    @property
+    def low_precision(self) -> bool:
+        """Whether products may be computed in bfloat16."""
+        return False
+
     @functools.cached_property
     def forward(self) -> Forward:
         """Outputs of models on the server, for methods that compare predictions."""
         network = Network(self.task.module, self.dtype, self.device)
-        return Forward(network, self.task.input_shape, integers=self.task.integers)
+        return Forward(network, self.task.input_shape, integers=self.task.integers, low=self.low_precision)
 
     def everyone(self) -> Tensor:
         """All client ids, [N]."""

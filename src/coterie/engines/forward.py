@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.engines.kernels.folded import FoldedKernel
 from coterie.engines.kernels.layers import LayerKernel
 from coterie.engines.kernels.native import NativeKernel, NotNative
 from coterie.engines.kernels.plain import as_fast_images
@@ -17,6 +18,7 @@ from coterie.nets.sequences import unfused
 from coterie.randomness import Rng
 
 _FULL = 2_000_000_000  # multiplications of one model that fill a GPU
+_STREAMS = 8  # for the convolutions of different models on a GPU
 
 Outputs = Callable[[Tensor, Tensor], Tensor]
 """Outputs [c, n, L] of models [c, P] for shared inputs [n, ...]: a `Forward`, or `Block.outputs`."""
@@ -36,12 +38,15 @@ class Forward:
         *,
         stacked: bool | None = None,
         integers: bool = False,  # whether samples are integers, such as token ids
+        low: bool = False,  # whether products may be computed in bfloat16
     ) -> None:
-        self.network, self._integers = network, integers
+        self.network, self._integers, self._low = network, integers, low
         self._own = unfused()(torch.func.vmap(network, in_dims=(0, 0)))
         self._same = unfused()(torch.func.vmap(network, in_dims=(0, None)))
         self.differentiable = True  # whether outputs have a gradient with respect to the inputs
-        self.reason = self._why_not_stacked(tuple(input_shape)) if stacked is None else None
+        self._folded = self._as_one_batch(tuple(input_shape)) if stacked is None else None
+        unknown = stacked is None and self._folded is None
+        self.reason = self._why_not_stacked(tuple(input_shape)) if unknown else None
         self.stacked = self.reason is None if stacked is None else stacked
         self._quick = self._hand_written(tuple(input_shape)) if stacked is None and self.stacked else None
         self._per_sample = self._multiplications(tuple(input_shape)) if network.device.type == "cuda" else 0
@@ -71,6 +76,8 @@ class Forward:
             with torch.no_grad():
                 quick: Tensor = self._quick.outputs(models, x.expand(len(models), *x.shape))
             return quick
+        if self._folded is not None:
+            return self._folded.outputs(models, x.expand(len(models), *x.shape))
         if self.stacked and len(models) > 1:
             found: Tensor = self._same(self.network.layout.unpack(models), x.clone())
             return found
@@ -80,6 +87,8 @@ class Forward:
         """Models [c, P], own inputs for each [c, n, ...] -> [c, n, L]."""
         if self.compiled is not None and not (models.requires_grad or x.requires_grad):
             return self.compiled.outputs(models, x)
+        if self._folded is not None:
+            return self._folded.outputs(models, x)
         if self.stacked and len(models) > 1 and not self._is_slow_stacked(x):
             found: Tensor = self._own(self.network.layout.unpack(models), x.clone())
             return found
@@ -113,8 +122,28 @@ class Forward:
         rows = [as_fast_images(x[i].clone()) for i in range(len(models))]
         return torch.stack([self.network(unpack(models[i]), rows[i]) for i in range(len(models))])
 
+    def _as_one_batch(self, shape: tuple[int, ...]) -> FoldedKernel | None:
+        """On a GPU, the kernel that computes the samples of all models as one batch, if it is right."""
+        network = self.network
+        plain = LayerKernel.of(network, cross_entropy) is not None  # these have a kernel that is faster
+        if network.device.type != "cuda" or self._integers or plain:
+            return None
+        kernel = FoldedKernel.of(network, cross_entropy, streams=_STREAMS)
+        if kernel is None or self._compared(shape, kernel.outputs) is not None:
+            return None
+        return FoldedKernel.of(network, cross_entropy, low=True, streams=_STREAMS) if self._low else kernel
+
     def _why_not_stacked(self, shape: tuple[int, ...]) -> str | None:
-        """Compare stacked and single outputs and gradients of two models on three samples; None if they agree."""
+        """Why models cannot be stacked; None if they can."""
+        unpack = self.network.layout.unpack
+        return self._compared(
+            shape,
+            lambda models, x: self._own(unpack(models), x.clone()),
+            lambda models, x: self._same(unpack(models), x.clone()),
+        )
+
+    def _compared(self, shape: tuple[int, ...], each: Outputs, same: Outputs | None = None) -> str | None:
+        """Compare outputs and gradients of two models on three samples with plain ones; None if they agree."""
         network = self.network
         start = network.initial.to(network.device, network.dtype)
         models = torch.stack([start, 0.9 * start])
@@ -133,11 +162,12 @@ class Forward:
         with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
             expected = run(self._one_by_one)
             self.differentiable = len(expected) > 1
-            with torch.no_grad():
-                expected.append(self._one_by_one(models, x[:1].expand_as(x)))
             try:
-                found = run(lambda models, x: self._own(network.layout.unpack(models), x.clone()))
-                found.append(self._same(network.layout.unpack(models), x[0].clone()))
+                found = run(each)
+                if same is not None:
+                    with torch.no_grad():
+                        expected.append(self._one_by_one(models, x[:1].expand_as(x)))
+                    found.append(same(models, x[0]))
             except Exception as error:  # vmap raises many kinds
                 return (str(error).splitlines() or [type(error).__name__])[0][:160]
         tolerance = 1e-2 if network.dtype == torch.float32 else 1e-8

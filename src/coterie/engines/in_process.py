@@ -152,6 +152,11 @@ class InProcessEngine(Engine):
         free = available_memory(self.device)
         return int(0.3 * free) if self.device.type == "cuda" else min(1 << 30, free // 8)
 
+    @property
+    def low_precision(self) -> bool:
+        """See `Engine.low_precision`."""
+        return self.settings.precision == "bf16"
+
     def precision(self) -> AbstractContextManager[None]:
         """A context that computes in the precision of the settings."""
         return arithmetic(self.settings.precision, self.device, self._tuned)

@@ -26,6 +26,8 @@ class EngineSettings:
         "stacked",
         "loop",
         "layers+graph",
+        "folded",
+        "folded+graph",
         "streams+graph",
         "stacked+graph",
         "loop+graph",

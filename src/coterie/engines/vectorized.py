@@ -1,10 +1,11 @@
 """The fast engine: clients in stacks, by the plan that is fastest for this network on this machine.
 
 Plans, in order of preference: `native` (a compiled program, on a CPU), `layers` (hand-written stacked layers fused
-with the update), `stacked` (any network, by `torch.func.vmap`), `loop` (one client at a time). On a CPU several threads
-may each train a stack of layers (`layers+workers`). On a GPU steps may be recorded as a CUDA graph (`layers+graph`,
-`stacked+graph`, `loop+graph`), also with the convolutions of several clients in parallel (`streams+graph`). At the
-start the engine measures the possible plans on some of the run's clients and remembers the result for this machine;
+with the update), `folded` (image networks on a GPU, all clients as one batch), `stacked` (any network, by
+`torch.func.vmap`), `loop` (one client at a time). On a CPU several threads may each train a stack of layers
+(`layers+workers`). On a GPU steps may be recorded as a CUDA graph (`layers+graph`, `folded+graph`, `stacked+graph`,
+`loop+graph`), also with the convolutions of several clients in parallel (`streams+graph`). At the start the engine
+measures the possible plans on some of the run's clients and remembers the result for this machine;
 `--set engine.plan=NAME` chooses instead.
 
 The plans `native` and `layers` implement SGD with momentum. For another optimizer, or with clipped gradients, the other
@@ -26,7 +27,8 @@ from torch import Tensor
 from coterie.client.batches import Batch
 from coterie.client.stack import Kernel, Plan
 from coterie.client.work import SGD
-from coterie.engines.in_process import InProcessEngine
+from coterie.engines.in_process import InProcessEngine, arithmetic
+from coterie.engines.kernels.folded import FoldedKernel
 from coterie.engines.kernels.graphs import BesideKernel, GraphPlan
 from coterie.engines.kernels.layers import Convolutions, LayerKernel, plain_network
 from coterie.engines.kernels.native import NativeKernel, NativePlan, NotNative
@@ -41,6 +43,8 @@ _HEAP_BYTES = 24 << 20  # models of a chunk on a CPU: beyond 32 MB the C library
 _LARGEST_PIECE = 32
 _STREAMS = 16  # for the convolutions of different clients on a GPU
 _LOOPS = 8  # clients of `loop+graph`, each on its own stream
+_FOLDED = 16  # clients of `folded+graph`: enough to fill a GPU
+_HEAVY = 1_000_000_000  # multiplications of a batch in the forward pass
 _BESIDE = 64  # clients of `streams+graph`: each has its own launches
 
 
@@ -91,7 +95,7 @@ class VectorizedEngine(InProcessEngine):
 
         reason = self._why_not_stacked()
         if reason is None:
-            how = Convolutions(grouped=cuda, low=cuda and self.settings.precision == "bf16", patches=cuda)
+            how = Convolutions(grouped=cuda, low=cuda and self.low_precision, patches=cuda)
             # The hand-written plans read classes; soft labels are rows of numbers.
             layers = LayerKernel.of(network, loss, how) if self.task.num_classes else None
             if layers is not None and not self.task.work.is_plain:
@@ -109,9 +113,13 @@ class VectorizedEngine(InProcessEngine):
                 add("layers", layers, self._chunk() if cuda else self._piece())
                 if not cuda and self._workers() > 1:
                     add("layers+workers", layers, self._piece(), self._workers())
-            stacked = StackedKernel(network, loss, self.settings.compile)
-            add_recorded("stacked+graph", stacked, self._chunk())
-            add("stacked", stacked, self._chunk())
+            elif cuda and (folded := self._folded()) is not None:
+                add_recorded("folded+graph", folded, min(self._chunk(), _FOLDED))
+                add("folded", folded, min(self._chunk(), _FOLDED))
+            if not (any(candidate.name == "folded" for candidate in found) and self._is_heavy()):
+                stacked = StackedKernel(network, loss, self.settings.compile)
+                add_recorded("stacked+graph", stacked, self._chunk())
+                add("stacked", stacked, self._chunk())
         else:
             self.notes.append(f"the network cannot be stacked ({reason}); clients are trained one at a time")
         plain = PlainKernel(network, loss)
@@ -121,7 +129,7 @@ class VectorizedEngine(InProcessEngine):
 
     def _native(self) -> NativeKernel | None:
         """The compiled program, if it supports this network and computes what plain autograd does."""
-        if self.settings.precision == "bf16":
+        if self.low_precision:
             return None
         try:
             made = NativeKernel.of(self.network, self.task.loss, self.task.input_shape, self._workers())
@@ -134,6 +142,24 @@ class VectorizedEngine(InProcessEngine):
             self.notes.append(f"the compiled program is not used: {reason}")
             return None
         return made
+
+    def _folded(self) -> FoldedKernel | None:
+        """The kernel of an image network whose clients are one batch, if it computes what plain autograd does."""
+        alike = Network(self.task.module, torch.float64, torch.device("cpu"))
+        tried = FoldedKernel.of(alike, self.task.loss)
+        if tried is None or self._differs(alike, tried, 1e-6) is not None:
+            return None
+        here = FoldedKernel.of(self.network, self.task.loss, streams=_STREAMS)
+        with arithmetic("float32", self.device, tuned=False):
+            reason = None if here is None else self._differs(self.network, here, 1e-2)  # its kernels for this GPU
+        if reason is not None:
+            self.notes.append(f"clients are not trained as one batch: {reason}")
+            return None
+        return FoldedKernel.of(self.network, self.task.loss, self.low_precision, _STREAMS)
+
+    def _is_heavy(self) -> bool:
+        """Whether stacked convolutions are so slow that even measuring them takes too long: large or grouped ones."""
+        return not self._tuned or (self._multiplications or 0) * self._batch(self.task.work) > _HEAVY
 
     def _piece(self) -> int:
         """Clients per stack, so that it stays in the cache of a CPU."""
@@ -183,14 +209,14 @@ class VectorizedEngine(InProcessEngine):
 
     def _differs(self, network: Network, kernel: Kernel, tolerance: float) -> str | None:
         """Compare one ragged step of two clients with plain autograd; None if they agree."""
-        layout, dtype = self.task.layout, network.dtype
+        layout, dtype, device = self.task.layout, network.dtype, network.device
         x, y = self.federation.samples(0)
         take = torch.arange(6) % len(x)
-        x, y = network.inputs(x[take]).reshape(2, 3, *x.shape[1:]), y[take].reshape(2, 3, *y.shape[1:])
+        x, y = network.inputs(x[take]).reshape(2, 3, *x.shape[1:]), y[take].reshape(2, 3, *y.shape[1:]).to(device)
         y = y.to(dtype) if y.is_floating_point() else y
-        mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=dtype)
-        keys = torch.tensor([11, 12])
-        start = self.task.initial.to(dtype).expand(2, -1)
+        mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=dtype, device=device)
+        keys = torch.tensor([11, 12], device=device)
+        start = self.task.initial.to(device, dtype).expand(2, -1)
 
         def run(kernel: Kernel) -> list[Tensor]:
             named = {name: t.clone() for name, t in layout.unpack(start).items()}

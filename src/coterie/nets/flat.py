@@ -262,9 +262,9 @@ def _replace_layers(module: nn.Module, context: _Context, path: str, done: dict[
         return done[module]
     done[module] = module
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        done[module] = _MaskedBatchNorm(module, context, path)
+        done[module] = MaskedBatchNorm(module, context, path)
     elif isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in _CHANNEL_DROPOUT:
-        done[module] = _KeyedDropout(module, context)
+        done[module] = KeyedDropout(module, context)
     else:
         prepare(module, Surroundings(lambda: context.alone, context.drop))
         for name, child in module._modules.items():
@@ -273,7 +273,7 @@ def _replace_layers(module: nn.Module, context: _Context, path: str, done: dict[
     return done[module]
 
 
-class _MaskedBatchNorm(nn.Module):
+class MaskedBatchNorm(nn.Module):
     """BatchNorm whose statistics ignore masked rows.
 
     A batch with a single value per channel has no variance: it is normalized by the running statistics
@@ -342,7 +342,7 @@ class _MaskedBatchNorm(nn.Module):
 _CHANNEL_DROPOUT = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
 
 
-class _KeyedDropout(nn.Module):
+class KeyedDropout(nn.Module):
     """Dropout whose mask is a hash of client, step, place in the network, row and entry."""
 
     def __init__(self, original: nn.modules.dropout._DropoutNd, context: _Context) -> None:

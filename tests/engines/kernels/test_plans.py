@@ -12,6 +12,7 @@ from coterie.client.batches import StepCounts
 from coterie.client.stack import Plan
 from coterie.client.work import SGD, Corrected, FirstOrderMAML, HessianFreeMAML, Partial, Proximal, Weighted
 from coterie.engines import make_engine
+from coterie.engines.kernels.folded import FoldedKernel
 from coterie.engines.kernels.graphs import GraphPlan
 from coterie.engines.kernels.layers import Convolutions, LayerKernel
 from coterie.engines.kernels.plain import PlainKernel
@@ -73,6 +74,41 @@ def normed(input_shape, outputs):
     )
 
 
+def blocks(input_shape, outputs):
+    """What image networks are made of: norms of both kinds, depthwise and strided convolutions, shortcuts.
+
+    A large eps keeps rounding small: batches of one or two samples have hardly any variance.
+    """
+
+    class Shortcut(nn.Module):
+        def __init__(self, *layers):
+            super().__init__()
+            self.layers = nn.Sequential(*layers)
+
+        def forward(self, x):
+            return x + self.layers(x)
+
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1, bias=False),
+        nn.BatchNorm2d(6, eps=0.1),
+        nn.ReLU6(),
+        Shortcut(
+            nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False),
+            nn.BatchNorm2d(6, eps=0.1),
+            nn.ReLU(),
+            nn.Conv2d(6, 6, 1),
+        ),
+        nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=6),
+        nn.BatchNorm2d(6, eps=0.1),
+        nn.Conv2d(6, 4, 1, stride=2, bias=False),
+        nn.GroupNorm(2, 4, eps=0.1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, outputs),
+    )
+
+
 WORKS = {
     "plain": SGD(lr=0.1, batch_size=5, epochs=2),
     "momentum": SGD(lr=0.1, momentum=0.9, weight_decay=0.01, batch_size=4, epochs=3),
@@ -114,12 +150,17 @@ def stacked(piece):
     return lambda e: Plan("stacked", StackedKernel(e.network, e.task.loss), piece)
 
 
+def folded(piece):
+    return lambda e: Plan("folded", FoldedKernel.of(e.network, e.task.loss), piece)
+
+
 def graph(kind, piece):
     def make(engine):
         kernels = {
             "layers": lambda: LayerKernel.of(engine.network, engine.task.loss),
             "stacked": lambda: StackedKernel(engine.network, engine.task.loss),
             "loop": lambda: PlainKernel(engine.network, engine.task.loss),
+            "folded": lambda: FoldedKernel.of(engine.network, engine.task.loss),
         }
         engine.data._may_render = 1 << 30
         return GraphPlan(kind, kernels[kind](), piece)
@@ -135,6 +176,9 @@ PLANS = {
     "layers-grouped": as_on_a_gpu(True),
     "layers-patches": as_on_a_gpu(False),
     "stacked": stacked(99),
+    "folded": folded(99),
+    "folded-4": folded(4),
+    "graph-folded": graph("folded", 4),
     "graph-layers": graph("layers", 99),
     "graph-layers-4": graph("layers", 4),
     "graph-stacked": graph("stacked", 99),
@@ -180,10 +224,15 @@ def two_dense_normed(input_shape, outputs):
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 7), nn.BatchNorm1d(7, affine=False), nn.Linear(7, outputs))
 
 
+def convolved_normed(input_shape, outputs):
+    norm = nn.BatchNorm2d(2, eps=0.1, affine=False)
+    return nn.Sequential(nn.Conv2d(1, 2, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(8, outputs))
+
+
 @pytest.mark.parametrize("kind", ["weighted", "partial", "interpolated", "envelope"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_does_the_work_of_methods(kind, plan):
-    for model in (two_dense, two_dense_normed):
+    for model in (convolved_normed,) if "folded" in plan else (two_dense, two_dense_normed):
         if model is two_dense_normed and "layers" in plan:
             continue
         work, extras = work_of_methods(kind)
@@ -345,6 +394,50 @@ def test_out_of_memory_continues_with_half_the_clients_and_says_so():
 
     with pytest.raises(EngineError, match="of one client does not fit"):
         run(0)
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_clients_as_one_batch_train_blocks_as_the_loop_does(work):
+    expected = trained(loop, blocks, WORKS[work])
+    for make in (folded(99), graph("folded", 4)):
+        assert torch.allclose(trained(make, blocks, WORKS[work]), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_layers_that_cannot_be_one_batch_are_refused():
+    def kernel(*layers):
+        return FoldedKernel.of(Network(nn.Sequential(*layers), torch.float64, torch.device("cpu")), cross_entropy)
+
+    image = nn.Conv2d(1, 2, 3)
+    assert kernel(image, nn.Flatten(), nn.Linear(8, 2)) is not None
+    assert kernel(nn.Flatten(), nn.Linear(16, 2)) is None  # no images
+    assert kernel(image, nn.Dropout(0.1), nn.Flatten(), nn.Linear(8, 2)) is None
+    assert kernel(image, nn.PReLU(), nn.Flatten(), nn.Linear(8, 2)) is None
+    assert kernel(nn.Conv2d(1, 2, 3, padding_mode="reflect", padding=1), nn.Flatten(), nn.Linear(8, 2)) is None
+    assert kernel(image.requires_grad_(False), nn.Flatten(), nn.Linear(8, 2)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("work", ["plain", "momentum", "full", "proximal", "maml"])
+@pytest.mark.parametrize("plan", ["folded", "folded+graph"])
+def test_on_a_gpu_clients_as_one_batch_equal_the_loop(plan, work):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    from coterie.client.steps import train
+
+    setup = setup_of(__import__("coterie").FedAvg(), model=blocks, model_settings={}, work=SGD(lr=0.1, batch_size=5))
+    results = []
+    for engine_name, settings in (("loop", {}), ("vectorized", {"plan": plan})):
+        settings = {"precision": "float32", **settings}
+        engine = make_engine(engine_name, setup.task(), setup.federation(), "cuda", settings)
+        found = torch.zeros(9, engine.task.layout.size)
+        start, refs = engine.initial().unsqueeze(0), torch.zeros(9, dtype=torch.int64)
+        for _ in range(2):  # the second time from the recording
+            for chunk in engine.call(
+                train, engine.everyone(), models=start, refs=refs, work=WORKS[work], rng=Rng.seed(1)
+            ):
+                found[chunk.clients] = chunk.answer.params.cpu()
+        results.append(found)
+    assert torch.allclose(results[0], results[1], rtol=1e-3, atol=1e-4)
 
 
 PLANS_OF_GPUS = ["layers", "layers+graph", "streams+graph", "stacked", "stacked+graph", "loop+graph"]

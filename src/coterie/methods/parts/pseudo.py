@@ -145,12 +145,12 @@ def class_distances(
     *,
     counts: Tensor | None = None,
     likely: Tensor | None = None,
-    at_once: int = 2048,
+    at_once: int | None = None,
 ) -> Tensor:
     """The distance of models [c, P] to center j on its samples of class k: [c, K, L], each in [0, 2].
 
     The mean over the M samples of the L1 distance of the two softmax outputs, Eq. 5. All models are evaluated on all
-    samples, at most `at_once` (model, sample) pairs together.
+    samples, at most `at_once` (model, sample) pairs together; by default as many as a CPU's caches or a GPU like.
 
     With label counts [c, L] the compiled program may skip what cannot change the nearest center, that with the least
     count-weighted sum: classes that a client does not have, and further samples of a center that is already farther
@@ -163,6 +163,7 @@ def class_distances(
     if isinstance(outputs, Forward) and outputs.compiled is not None:
         first = None if likely is None else likely.clamp(0, num_centers - 1)
         return outputs.compiled.distances(models, x, predictions, counts, first)
+    at_once = (8192 if x.is_cuda else 2048) if at_once is None else at_once
     inputs = x.flatten(0, 2)  # [K * L * M, ...]
     expected = predictions.flatten(0, 2)  # [K * L * M, L]
     # Few models on all samples rather than all models on few: weights are then read once.
