@@ -93,8 +93,13 @@ class VectorizedEngine(InProcessEngine):
             if can_record:
                 found.append(Candidate(name, lambda: GraphPlan(name, kernel, piece)))
 
-        reason = self._why_not_stacked()
-        if reason is None:
+        folded = self._folded() if cuda else None
+        if folded is not None:
+            add_recorded("folded+graph", folded, min(self._chunk(), _FOLDED))
+            add("folded", folded, min(self._chunk(), _FOLDED))
+        is_left_out = folded is not None and self._is_heavy()
+        reason = None if is_left_out else self._why_not_stacked()
+        if reason is None and not is_left_out:
             how = Convolutions(grouped=cuda, low=cuda and self.low_precision, patches=cuda)
             # The hand-written plans read classes; soft labels are rows of numbers.
             layers = LayerKernel.of(network, loss, how) if self.task.num_classes else None
@@ -113,14 +118,10 @@ class VectorizedEngine(InProcessEngine):
                 add("layers", layers, self._chunk() if cuda else self._piece())
                 if not cuda and self._workers() > 1:
                     add("layers+workers", layers, self._piece(), self._workers())
-            elif cuda and (folded := self._folded()) is not None:
-                add_recorded("folded+graph", folded, min(self._chunk(), _FOLDED))
-                add("folded", folded, min(self._chunk(), _FOLDED))
-            if not (any(candidate.name == "folded" for candidate in found) and self._is_heavy()):
-                stacked = StackedKernel(network, loss, self.settings.compile)
-                add_recorded("stacked+graph", stacked, self._chunk())
-                add("stacked", stacked, self._chunk())
-        else:
+            stacked = StackedKernel(network, loss, self.settings.compile)
+            add_recorded("stacked+graph", stacked, self._chunk())
+            add("stacked", stacked, self._chunk())
+        elif reason is not None and folded is None:
             self.notes.append(f"the network cannot be stacked ({reason}); clients are trained one at a time")
         plain = PlainKernel(network, loss)
         add_recorded("loop+graph", plain, min(self._chunk(), _LOOPS))
@@ -145,13 +146,16 @@ class VectorizedEngine(InProcessEngine):
 
     def _folded(self) -> FoldedKernel | None:
         """The kernel of an image network whose clients are one batch, if it computes what plain autograd does."""
+        if plain_network(self.network, self.task.loss) is not None:
+            return None  # it has a faster kernel
         alike = Network(self.task.module, torch.float64, torch.device("cpu"))
         tried = FoldedKernel.of(alike, self.task.loss)
         if tried is None or self._differs(alike, tried, 1e-6) is not None:
             return None
         here = FoldedKernel.of(self.network, self.task.loss, streams=_STREAMS)
         with arithmetic("float32", self.device, tuned=False):
-            reason = None if here is None else self._differs(self.network, here, 1e-2)  # its kernels for this GPU
+            # Its kernels for this GPU. Gradients of MobileNetV2 in float32 are 1 % off in plain autograd too.
+            reason = None if here is None else self._differs(self.network, here, 0.1)
         if reason is not None:
             self.notes.append(f"clients are not trained as one batch: {reason}")
             return None
@@ -218,20 +222,23 @@ class VectorizedEngine(InProcessEngine):
         keys = torch.tensor([11, 12], device=device)
         start = self.task.initial.to(device, dtype).expand(2, -1)
 
-        def run(kernel: Kernel) -> list[Tensor]:
+        def run(kernel: Kernel) -> list[list[Tensor]]:
             named = {name: t.clone() for name, t in layout.unpack(start).items()}
             params = [named[slot.name] for slot in layout.parameters]
             buffers = [named[slot.name] for slot in layout.buffers]
             with torch.no_grad():
                 grads = kernel.gradients(params, buffers, Batch(x, y, mask, keys))
-                return [*grads, *buffers, kernel.outputs(start.contiguous(), x)]
+                return [grads, buffers, [kernel.outputs(start.contiguous(), x)]]
 
         expected = run(PlainKernel(network, self.task.loss))
         try:
             found = run(kernel)
         except Exception as error:  # vmap raises many kinds
             return (str(error).splitlines() or [type(error).__name__])[0][:160]
-        for one, other in zip(expected, found, strict=True):
-            if not torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(one.abs().max() + 1e-6)):
-                return "its gradients differ from plain ones"
+        for kind, wanted, got in zip(("gradients", "statistics", "outputs"), expected, found, strict=True):
+            largest = max((float(tensor.norm()) for tensor in wanted), default=0.0)
+            for one, other in zip(wanted, got, strict=True):
+                # A gradient that is 0 but for rounding (a bias before a norm) is compared with the largest.
+                if not float((one - other).norm()) <= tolerance * (float(one.norm()) + 0.01 * largest + 1e-6):
+                    return f"its {kind} differ from plain ones"
         return None

@@ -47,7 +47,7 @@ class _Fold:
         self.values: dict[str, Tensor] = {}  # weights and statistics of all clients, [c, ...], by name
         self.mask: Tensor | None = None  # [c, B], 1 for a real row
         self.low = low  # whether products are computed in bfloat16
-        self.streams = [torch.cuda.Stream(device=device) for _ in range(streams)]
+        self.streams = [torch.cuda.Stream(device=device) for _ in range(streams if device.type == "cuda" else 0)]
 
     def lowered(self, x: Tensor) -> Tensor:
         return x.to(torch.bfloat16) if self.low else x

@@ -18,6 +18,9 @@ from torch import Tensor
 # Activations after a norm.
 NONE, RELU, RELU6 = 0, 1, 2
 
+# Numbers that are no reason to compile a kernel anew: each variant takes a good part of a second.
+_SIZES = ["rows", "spatial", "per", "parts", "blocks", "places", "high", "wide", "out_high", "out_wide"]
+
 _TILE = 4096  # entries that one program computes at a time
 _MOST_PARTS = 64  # into which the rows of a client are divided for a sum
 
@@ -40,7 +43,7 @@ def _slope(z, dy, ACT: tl.constexpr):
     return dy
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _norm_sums(x, mask, sums, rows, channels, spatial, per, HAS_MASK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Sums of x - x[0] and of its square, over some rows of one client: [c, parts, 2, C]."""
     client, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
@@ -66,7 +69,7 @@ def _norm_sums(x, mask, sums, rows, channels, spatial, per, HAS_MASK: tl.constex
     tl.store(to + channels, tl.sum(two, 0), mask=is_channel)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _norm_finish(
     x,
     sums,
@@ -110,7 +113,7 @@ def _norm_finish(
     tl.store(share + client, tl.where(is_alone, 0.0, 1.0 / n))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _norm_apply(
     x,
     y,
@@ -139,7 +142,7 @@ def _norm_apply(
     tl.store(y + at, _activated(value, ACT).to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _norm_back_sums(
     dy,
     x,
@@ -180,7 +183,7 @@ def _norm_back_sums(
     tl.store(to + channels, tl.sum(two, 0), mask=is_channel)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _norm_back_apply(
     dy,
     x,
@@ -365,6 +368,14 @@ def norm_in_use(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tens
 
 
 @triton.jit
+def _source(place, u, v, out_high, out_wide, STRIDE: tl.constexpr, PAD: tl.constexpr):
+    """Image, row and column that output `place` reads with the weight at (u, v)."""
+    column = place % out_wide
+    row = (place // out_wide) % out_high
+    return place // (out_wide * out_high), row * STRIDE - PAD + u, column * STRIDE - PAD + v
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def _depthwise(
     x,
     weight,
@@ -407,7 +418,7 @@ def _depthwise(
     tl.store(y + to, total.to(y.dtype.element_ty), mask=(place < places)[:, None] & is_channel[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _depthwise_back(
     dy,
     weight,
@@ -454,7 +465,7 @@ def _depthwise_back(
     tl.store(dx + to, total.to(dx.dtype.element_ty), mask=(place < places)[:, None] & is_channel[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _depthwise_weights(
     dy,
     x,
@@ -483,22 +494,39 @@ def _depthwise_weights(
     base_dy = dy + client * places * channels
     last = tl.minimum((part + 1) * per, places)
     to = sums + ((client * (tl.num_programs(2) // SIZE) + part) * SIZE * SIZE + u * SIZE) * channels + channel
-    for v in tl.static_range(SIZE):
-        total = tl.zeros((BP, BC), dtype=tl.float32)
+    if SIZE == 3:  # the usual case: its three sums in one pass
+        left = tl.zeros((BP, BC), dtype=tl.float32)
+        middle = tl.zeros((BP, BC), dtype=tl.float32)
+        right = tl.zeros((BP, BC), dtype=tl.float32)
         for begin in range(part * per, last, BP):
             place = begin + tl.arange(0, BP)
-            column = place % out_wide
-            row = (place // out_wide) % out_high
-            image = place // (out_wide * out_high)
-            i = row * STRIDE - PAD + u
-            j = column * STRIDE - PAD + v
-            inside = (place < last) & (i >= 0) & (i < high) & (j >= 0) & (j < wide)
-            both = inside[:, None] & is_channel[None, :]
+            image, i, j = _source(place, u, 0, out_high, out_wide, STRIDE, PAD)
+            row_is_inside = (place < last) & (i >= 0) & (i < high)
             at = ((image.to(tl.int64) * high + i) * wide + j)[:, None] * channels + channel[None, :]
-            value = tl.load(base_x + at, mask=both, other=0.0).to(tl.float32)
             of = place.to(tl.int64)[:, None] * channels + channel[None, :]
-            total += value * tl.load(base_dy + of, mask=both, other=0.0).to(tl.float32)
-        tl.store(to + v * channels, tl.sum(total, 0), mask=is_channel)
+            slope = tl.load(base_dy + of, mask=row_is_inside[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
+            both = (row_is_inside & (j >= 0) & (j < wide))[:, None] & is_channel[None, :]
+            left += slope * tl.load(base_x + at, mask=both, other=0.0).to(tl.float32)
+            both = (row_is_inside & (j + 1 >= 0) & (j + 1 < wide))[:, None] & is_channel[None, :]
+            middle += slope * tl.load(base_x + at + channels, mask=both, other=0.0).to(tl.float32)
+            both = (row_is_inside & (j + 2 >= 0) & (j + 2 < wide))[:, None] & is_channel[None, :]
+            right += slope * tl.load(base_x + at + 2 * channels, mask=both, other=0.0).to(tl.float32)
+        tl.store(to, tl.sum(left, 0), mask=is_channel)
+        tl.store(to + channels, tl.sum(middle, 0), mask=is_channel)
+        tl.store(to + 2 * channels, tl.sum(right, 0), mask=is_channel)
+    else:
+        for v in tl.static_range(SIZE):
+            total = tl.zeros((BP, BC), dtype=tl.float32)
+            for begin in range(part * per, last, BP):
+                place = begin + tl.arange(0, BP)
+                image, i, j = _source(place, u, v, out_high, out_wide, STRIDE, PAD)
+                inside = (place < last) & (i >= 0) & (i < high) & (j >= 0) & (j < wide)
+                both = inside[:, None] & is_channel[None, :]
+                at = ((image.to(tl.int64) * high + i) * wide + j)[:, None] * channels + channel[None, :]
+                value = tl.load(base_x + at, mask=both, other=0.0).to(tl.float32)
+                of = place.to(tl.int64)[:, None] * channels + channel[None, :]
+                total += value * tl.load(base_dy + of, mask=both, other=0.0).to(tl.float32)
+            tl.store(to + v * channels, tl.sum(total, 0), mask=is_channel)
 
 
 class _Depthwise(torch.autograd.Function):
