@@ -22,6 +22,8 @@ NONE, RELU, RELU6 = 0, 1, 2
 _SIZES = ["rows", "spatial", "per", "parts", "blocks", "places", "high", "wide", "out_high", "out_wide"]
 
 _TILE = 4096  # entries that one program computes at a time
+_SUM_TILE = 2048  # the same for sums, which keep totals of them
+_PROGRAMS = 4096  # that fill a GPU
 _MOST_PARTS = 64  # into which the rows of a client are divided for a sum
 
 
@@ -54,11 +56,13 @@ def _norm_sums(x, mask, sums, rows, channels, spatial, per, HAS_MASK: tl.constex
     one = tl.zeros((BR, BC), dtype=tl.float32)
     two = tl.zeros((BR, BC), dtype=tl.float32)
     last = tl.minimum((part + 1) * per, rows)
+    step = tl.arange(0, BR)
+    at = step[:, None] * channels + channel[None, :]  # within a tile
     for begin in range(part * per, last, BR):
-        row = begin + tl.arange(0, BR)
+        row = begin + step
         inside = (row < last)[:, None] & is_channel[None, :]
-        at = row.to(tl.int64)[:, None] * channels + channel[None, :]
-        value = tl.where(inside, tl.load(base + at, mask=inside, other=0.0).to(tl.float32) - shift, 0.0)
+        here = base + tl.cast(begin, tl.int64) * channels
+        value = tl.where(inside, tl.load(here + at, mask=inside, other=0.0).to(tl.float32) - shift, 0.0)
         if HAS_MASK:
             real = tl.load(mask + client * (rows // spatial) + row // spatial, mask=row < last, other=0.0)
             value = tl.where(real[:, None] > 0.0, value, 0.0)
@@ -130,16 +134,18 @@ def _norm_apply(
 ):
     """y = act((x - mean) * rstd * weight + bias)."""
     client = (tl.program_id(0) // blocks).to(tl.int64)
-    row = (tl.program_id(0) % blocks) * BR + tl.arange(0, BR)
+    first = (tl.program_id(0) % blocks) * BR
+    step = tl.arange(0, BR)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     is_channel = channel < channels
-    inside = (row < rows)[:, None] & is_channel[None, :]
+    inside = (first + step < rows)[:, None] & is_channel[None, :]
     of = client * channels + channel
     scale = tl.load(rstd + of, mask=is_channel, other=0.0) * tl.load(weight + of, mask=is_channel, other=0.0)
     shift = tl.load(bias + of, mask=is_channel, other=0.0) - tl.load(mean + of, mask=is_channel, other=0.0) * scale
-    at = (client * rows + row)[:, None] * channels + channel[None, :]
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
-    tl.store(y + at, _activated(value, ACT).to(y.dtype.element_ty), mask=inside)
+    begin = (client * rows + first) * channels
+    at = step[:, None] * channels + channel[None, :]  # within the tile
+    value = tl.load(x + begin + at, mask=inside, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
+    tl.store(y + begin + at, _activated(value, ACT).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -170,12 +176,13 @@ def _norm_back_sums(
     one = tl.zeros((BR, BC), dtype=tl.float32)
     two = tl.zeros((BR, BC), dtype=tl.float32)
     last = tl.minimum((part + 1) * per, rows)
+    step = tl.arange(0, BR)
+    at = step[:, None] * channels + channel[None, :]  # within a tile
     for begin in range(part * per, last, BR):
-        row = begin + tl.arange(0, BR)
-        inside = (row < last)[:, None] & is_channel[None, :]
-        at = (client * rows + row)[:, None] * channels + channel[None, :]
-        unit = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - middle) * inverse
-        dz = _slope(unit * scale + shift, tl.load(dy + at, mask=inside, other=0.0).to(tl.float32), ACT)
+        inside = (begin + step < last)[:, None] & is_channel[None, :]
+        here = (client * rows + begin) * channels
+        unit = (tl.load(x + here + at, mask=inside, other=0.0).to(tl.float32) - middle) * inverse
+        dz = _slope(unit * scale + shift, tl.load(dy + here + at, mask=inside, other=0.0).to(tl.float32), ACT)
         one += dz
         two += dz * unit
     to = sums + ((client * tl.num_programs(2) + part) * 2) * channels + channel
@@ -206,7 +213,8 @@ def _norm_back_apply(
 ):
     """The gradient of x; `sums` [c, 2, C] are those of `_norm_back_sums`."""
     client = (tl.program_id(0) // blocks).to(tl.int64)
-    row = (tl.program_id(0) % blocks) * BR + tl.arange(0, BR)
+    first = (tl.program_id(0) % blocks) * BR
+    row = first + tl.arange(0, BR)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     is_channel = channel < channels
     inside = (row < rows)[:, None] & is_channel[None, :]
@@ -219,26 +227,27 @@ def _norm_back_apply(
     of = client * 2 * channels + channel
     one = tl.load(sums + of, mask=is_channel, other=0.0)[None, :] * part
     two = tl.load(sums + of + channels, mask=is_channel, other=0.0)[None, :] * part
-    at = (client * rows + row)[:, None] * channels + channel[None, :]
-    unit = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - middle) * inverse
-    dz = _slope(unit * scale + shift, tl.load(dy + at, mask=inside, other=0.0).to(tl.float32), ACT)
+    begin = (client * rows + first) * channels
+    at = tl.arange(0, BR)[:, None] * channels + channel[None, :]  # within the tile
+    unit = (tl.load(x + begin + at, mask=inside, other=0.0).to(tl.float32) - middle) * inverse
+    dz = _slope(unit * scale + shift, tl.load(dy + begin + at, mask=inside, other=0.0).to(tl.float32), ACT)
     common = one + unit * two
     if HAS_MASK:
         real = tl.load(mask + client * (rows // spatial) + row // spatial, mask=row < rows, other=0.0)
         common = tl.where(real[:, None] > 0.0, common, 0.0)
-    tl.store(dx + at, ((dz - common) * inverse * scale).to(dx.dtype.element_ty), mask=inside)
+    tl.store(dx + begin + at, ((dz - common) * inverse * scale).to(dx.dtype.element_ty), mask=inside)
 
 
-def _tiles(channels: int) -> tuple[int, int]:
+def _tiles(channels: int, entries: int = _TILE) -> tuple[int, int]:
     """Rows and channels of a tile."""
     wide = 32 if channels <= 32 else 64
-    return _TILE // wide, wide
+    return entries // wide, wide
 
 
-def _parts(rows: int, tile: int) -> tuple[int, int]:
-    """Into how many parts the rows are divided for a sum, and the rows of each."""
-    count = min(_MOST_PARTS, max(1, rows // (8 * tile)))
-    per = triton.cdiv(triton.cdiv(rows, count), tile) * tile
+def _parts(rows: int, tile: int, others: int) -> tuple[int, int]:
+    """Into how many parts the rows are divided for a sum, and the rows of each; `others` programs run for each part."""
+    wanted = min(_MOST_PARTS, triton.cdiv(_PROGRAMS, others), max(1, rows // (2 * tile)))
+    per = triton.cdiv(triton.cdiv(rows, wanted), tile) * tile
     return triton.cdiv(rows, per), per
 
 
@@ -259,8 +268,9 @@ class _NormInTraining(torch.autograd.Function):
         clients, channels = weight.shape
         rows, spatial = x.numel() // channels // clients, x.shape[2:].numel()
         tall, wide = _tiles(channels)
-        parts, per = _parts(rows, tall)
         columns, blocks = triton.cdiv(channels, wide), triton.cdiv(rows, tall)
+        low, _ = _tiles(channels, _SUM_TILE)
+        parts, per = _parts(rows, low, clients * columns)
         sums = x.new_empty(clients, parts, 2, channels, dtype=torch.float32)
         mean, rstd = torch.empty_like(weight), torch.empty_like(weight)
         share = weight.new_empty(clients)
@@ -271,7 +281,7 @@ class _NormInTraining(torch.autograd.Function):
         y = torch.empty_like(x)
         has = mask is not None
         _norm_sums[clients, columns, parts](
-            x, mask if has else x, sums, rows, channels, spatial, per, HAS_MASK=has, BR=tall, BC=wide
+            x, mask if has else x, sums, rows, channels, spatial, per, HAS_MASK=has, BR=low, BC=wide
         )
         _norm_finish[clients, columns](
             x, sums, count, mean, rstd, share, old_mean, old_var, rows, channels, parts, momentum, eps, BC=wide
@@ -290,11 +300,12 @@ class _NormInTraining(torch.autograd.Function):
         rows, spatial = x.numel() // channels // clients, x.shape[2:].numel()
         dy = _like(dy, x)
         tall, wide = _tiles(channels)
-        parts, per = _parts(rows, tall)
         columns, blocks = triton.cdiv(channels, wide), triton.cdiv(rows, tall)
+        low, _ = _tiles(channels, _SUM_TILE)
+        parts, per = _parts(rows, low, clients * columns)
         sums = x.new_empty(clients, parts, 2, channels, dtype=torch.float32)
         _norm_back_sums[clients, columns, parts](
-            dy, x, mean, rstd, weight, bias, sums, rows, channels, per, ACT=ctx.act, BR=tall, BC=wide
+            dy, x, mean, rstd, weight, bias, sums, rows, channels, per, ACT=ctx.act, BR=low, BC=wide
         )
         total = sums.sum(1) if parts > 1 else sums[:, 0]  # [c, 2, C]
         dx = torch.empty_like(x)
@@ -367,14 +378,6 @@ def norm_in_use(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tens
 # ---- depthwise convolutions ----
 
 
-@triton.jit
-def _source(place, u, v, out_high, out_wide, STRIDE: tl.constexpr, PAD: tl.constexpr):
-    """Image, row and column that output `place` reads with the weight at (u, v)."""
-    column = place % out_wide
-    row = (place // out_wide) % out_high
-    return place // (out_wide * out_high), row * STRIDE - PAD + u, column * STRIDE - PAD + v
-
-
 @triton.jit(do_not_specialize=_SIZES)
 def _depthwise(
     x,
@@ -395,27 +398,28 @@ def _depthwise(
 ):
     """y[b, i, j] = sum of x[b, i * stride - pad + u, j * stride - pad + v] * weight[u, v]; weights [c, k * k, C]."""
     client = (tl.program_id(0) // blocks).to(tl.int64)
-    place = (tl.program_id(0) % blocks) * BP + tl.arange(0, BP)
+    first = (tl.program_id(0) % blocks) * BP
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     is_channel = channel < channels
-    column = place % out_wide
-    row = (place // out_wide) % out_high
-    image = place // (out_wide * out_high)
-    base = x + client * (places // (out_wide * out_high)) * high * wide * channels
+    area = out_wide * out_high
+    image = first // area  # offsets are from this image on
+    place = first + tl.arange(0, BP)
+    is_place = place < places
+    i = (place // out_wide) % out_high * STRIDE - PAD
+    j = place % out_wide * STRIDE - PAD
+    base = x + (client * (places // area) + image) * high * wide * channels
+    at = (((place // area - image) * high + i) * wide + j)[:, None] * channels + channel[None, :]
     total = tl.zeros((BP, BC), dtype=tl.float32)
     for u in tl.static_range(SIZE):
         for v in tl.static_range(SIZE):
-            i = row * STRIDE - PAD + u
-            j = column * STRIDE - PAD + v
-            inside = (place < places) & (i >= 0) & (i < high) & (j >= 0) & (j < wide)
-            at = ((image.to(tl.int64) * high + i) * wide + j)[:, None] * channels + channel[None, :]
-            value = tl.load(base + at, mask=inside[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
-            own = tl.load(
-                weight + (client * SIZE * SIZE + u * SIZE + v) * channels + channel, mask=is_channel, other=0.0
-            )
-            total += value * own[None, :]
-    to = (client * places + place)[:, None] * channels + channel[None, :]
-    tl.store(y + to, total.to(y.dtype.element_ty), mask=(place < places)[:, None] & is_channel[None, :])
+            inside = is_place & (i + u >= 0) & (i + u < high) & (j + v >= 0) & (j + v < wide)
+            here = base + (u * wide + v) * channels
+            value = tl.load(here + at, mask=inside[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
+            own = weight + (client * SIZE * SIZE + u * SIZE + v) * channels + channel
+            total += value * tl.load(own, mask=is_channel, other=0.0)[None, :]
+    to = y + (client * places + first) * channels
+    at = tl.arange(0, BP)[:, None] * channels + channel[None, :]
+    tl.store(to + at, total.to(y.dtype.element_ty), mask=is_place[:, None] & is_channel[None, :])
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -438,31 +442,34 @@ def _depthwise_back(
 ):
     """The gradient of the inputs; `places` of them in each client."""
     client = (tl.program_id(0) // blocks).to(tl.int64)
-    place = (tl.program_id(0) % blocks) * BP + tl.arange(0, BP)
+    first = (tl.program_id(0) % blocks) * BP
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     is_channel = channel < channels
-    column = place % wide
-    row = (place // wide) % high
-    image = place // (wide * high)
-    base = dy + client * (places // (wide * high)) * out_high * out_wide * channels
+    area = wide * high
+    image = first // area  # offsets are from this image on
+    place = first + tl.arange(0, BP)
+    is_place = place < places
+    row = (place // wide) % high + PAD
+    column = place % wide + PAD
+    begin = (place // area - image) * out_high
+    base = dy + (client * (places // area) + image) * out_high * out_wide * channels
     total = tl.zeros((BP, BC), dtype=tl.float32)
     for u in tl.static_range(SIZE):
         for v in tl.static_range(SIZE):
-            up = row + PAD - u
-            left = column + PAD - v
+            up = row - u
+            left = column - v
             i = up // STRIDE
             j = left // STRIDE
-            inside = (place < places) & (up >= 0) & (left >= 0) & (i < out_high) & (j < out_wide)
+            inside = is_place & (up >= 0) & (left >= 0) & (i < out_high) & (j < out_wide)
             if STRIDE > 1:
                 inside = inside & (up % STRIDE == 0) & (left % STRIDE == 0)
-            at = ((image.to(tl.int64) * out_high + i) * out_wide + j)[:, None] * channels + channel[None, :]
+            at = ((begin + i) * out_wide + j)[:, None] * channels + channel[None, :]
             value = tl.load(base + at, mask=inside[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
-            own = tl.load(
-                weight + (client * SIZE * SIZE + u * SIZE + v) * channels + channel, mask=is_channel, other=0.0
-            )
-            total += value * own[None, :]
-    to = (client * places + place)[:, None] * channels + channel[None, :]
-    tl.store(dx + to, total.to(dx.dtype.element_ty), mask=(place < places)[:, None] & is_channel[None, :])
+            own = weight + (client * SIZE * SIZE + u * SIZE + v) * channels + channel
+            total += value * tl.load(own, mask=is_channel, other=0.0)[None, :]
+    to = dx + (client * places + first) * channels
+    at = tl.arange(0, BP)[:, None] * channels + channel[None, :]
+    tl.store(to + at, total.to(dx.dtype.element_ty), mask=is_place[:, None] & is_channel[None, :])
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -489,9 +496,9 @@ def _depthwise_weights(
     part = tl.program_id(2) // SIZE
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     is_channel = channel < channels
-    images = places // (out_wide * out_high)
-    base_x = x + client * images * high * wide * channels
-    base_dy = dy + client * places * channels
+    area = out_wide * out_high
+    step = tl.arange(0, BP)
+    from_dy = step[:, None] * channels + channel[None, :]  # within a tile
     last = tl.minimum((part + 1) * per, places)
     to = sums + ((client * (tl.num_programs(2) // SIZE) + part) * SIZE * SIZE + u * SIZE) * channels + channel
     if SIZE == 3:  # the usual case: its three sums in one pass
@@ -499,18 +506,21 @@ def _depthwise_weights(
         middle = tl.zeros((BP, BC), dtype=tl.float32)
         right = tl.zeros((BP, BC), dtype=tl.float32)
         for begin in range(part * per, last, BP):
-            place = begin + tl.arange(0, BP)
-            image, i, j = _source(place, u, 0, out_high, out_wide, STRIDE, PAD)
-            row_is_inside = (place < last) & (i >= 0) & (i < high)
-            at = ((image.to(tl.int64) * high + i) * wide + j)[:, None] * channels + channel[None, :]
-            of = place.to(tl.int64)[:, None] * channels + channel[None, :]
-            slope = tl.load(base_dy + of, mask=row_is_inside[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
-            both = (row_is_inside & (j >= 0) & (j < wide))[:, None] & is_channel[None, :]
-            left += slope * tl.load(base_x + at, mask=both, other=0.0).to(tl.float32)
-            both = (row_is_inside & (j + 1 >= 0) & (j + 1 < wide))[:, None] & is_channel[None, :]
-            middle += slope * tl.load(base_x + at + channels, mask=both, other=0.0).to(tl.float32)
-            both = (row_is_inside & (j + 2 >= 0) & (j + 2 < wide))[:, None] & is_channel[None, :]
-            right += slope * tl.load(base_x + at + 2 * channels, mask=both, other=0.0).to(tl.float32)
+            place = begin + step
+            image = begin // area  # offsets are from this image on
+            i = (place // out_wide) % out_high * STRIDE - PAD + u
+            j = place % out_wide * STRIDE - PAD
+            is_row = (place < last) & (i >= 0) & (i < high)
+            of = dy + (client * places + begin) * channels
+            slope = tl.load(of + from_dy, mask=is_row[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
+            base = x + (client * (places // area) + image) * high * wide * channels
+            at = (((place // area - image) * high + i) * wide + j)[:, None] * channels + channel[None, :]
+            both = (is_row & (j >= 0) & (j < wide))[:, None] & is_channel[None, :]
+            left += slope * tl.load(base + at, mask=both, other=0.0).to(tl.float32)
+            both = (is_row & (j + 1 >= 0) & (j + 1 < wide))[:, None] & is_channel[None, :]
+            middle += slope * tl.load(base + channels + at, mask=both, other=0.0).to(tl.float32)
+            both = (is_row & (j + 2 >= 0) & (j + 2 < wide))[:, None] & is_channel[None, :]
+            right += slope * tl.load(base + 2 * channels + at, mask=both, other=0.0).to(tl.float32)
         tl.store(to, tl.sum(left, 0), mask=is_channel)
         tl.store(to + channels, tl.sum(middle, 0), mask=is_channel)
         tl.store(to + 2 * channels, tl.sum(right, 0), mask=is_channel)
@@ -518,14 +528,17 @@ def _depthwise_weights(
         for v in tl.static_range(SIZE):
             total = tl.zeros((BP, BC), dtype=tl.float32)
             for begin in range(part * per, last, BP):
-                place = begin + tl.arange(0, BP)
-                image, i, j = _source(place, u, v, out_high, out_wide, STRIDE, PAD)
+                place = begin + step
+                image = begin // area
+                i = (place // out_wide) % out_high * STRIDE - PAD + u
+                j = place % out_wide * STRIDE - PAD + v
                 inside = (place < last) & (i >= 0) & (i < high) & (j >= 0) & (j < wide)
                 both = inside[:, None] & is_channel[None, :]
-                at = ((image.to(tl.int64) * high + i) * wide + j)[:, None] * channels + channel[None, :]
-                value = tl.load(base_x + at, mask=both, other=0.0).to(tl.float32)
-                of = place.to(tl.int64)[:, None] * channels + channel[None, :]
-                total += value * tl.load(base_dy + of, mask=both, other=0.0).to(tl.float32)
+                base = x + (client * (places // area) + image) * high * wide * channels
+                at = (((place // area - image) * high + i) * wide + j)[:, None] * channels + channel[None, :]
+                value = tl.load(base + at, mask=both, other=0.0).to(tl.float32)
+                of = dy + (client * places + begin) * channels
+                total += value * tl.load(of + from_dy, mask=both, other=0.0).to(tl.float32)
             tl.store(to + v * channels, tl.sum(total, 0), mask=is_channel)
 
 
@@ -538,8 +551,7 @@ class _Depthwise(torch.autograd.Function):
         out = [(side + 2 * pad - size) // stride + 1 for side in (high, wide)]
         y = torch.empty((len(x), channels, *out), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         places = len(x) // clients * out[0] * out[1]
-        tall, broad = _tiles(channels)
-        tall //= 2  # fewer places: each reads nine neighbours
+        tall, broad = _tiles(channels, _SUM_TILE)  # fewer places: each reads nine neighbours
         blocks = triton.cdiv(places, tall)
         _depthwise[clients * blocks, triton.cdiv(channels, broad)](
             x, own, y, places, channels, high, wide, *out, blocks, SIZE=size, STRIDE=stride, PAD=pad, BP=tall, BC=broad
@@ -557,8 +569,7 @@ class _Depthwise(torch.autograd.Function):
         out = dy.shape[2:]
         dy = _last(dy)
         dx = dw = None
-        tall, broad = _tiles(channels)
-        tall //= 2
+        tall, broad = _tiles(channels, _SUM_TILE)
         columns = triton.cdiv(channels, broad)
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(x)
@@ -570,7 +581,7 @@ class _Depthwise(torch.autograd.Function):
             )  # fmt: skip
         if ctx.needs_input_grad[1]:
             places = len(x) // clients * out[0] * out[1]
-            parts, per = _parts(places, tall)
+            parts, per = _parts(places, tall, clients * columns * size)
             sums = x.new_empty(clients, parts, size * size, channels, dtype=torch.float32)
             _depthwise_weights[clients, columns, parts * size](
                 dy, x, sums, places, channels, high, wide, *out, per,
