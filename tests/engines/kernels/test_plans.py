@@ -363,6 +363,24 @@ def test_equal_plans_are_chosen_by_preference():
     assert choose(candidates, {"layers": 2.0, "stacked": 1.0, "loop": 1.1}).name == "stacked"
 
 
+def test_what_a_plan_does_only_once_is_not_measured(monkeypatch):
+    from coterie.engines import plans
+
+    now, seen = [0.0], set()
+    monkeypatch.setattr(plans.time, "perf_counter", lambda: now[0])
+
+    class Recording(Plan):
+        def train(self, job):
+            steps = job.counts.num_steps
+            now[0] += 6e-6 if steps in seen else 100.0  # a graph is recorded for each number of steps
+            seen.add(steps)
+
+    setup = setup_of(__import__("coterie").FedAvg(), model=small_cnn, model_settings={})
+    engine = make_engine("loop", setup.task(), setup.federation(), "cpu", {})
+    made = Recording("recording", engine.plan.kernel, 1)
+    assert plans._time(engine, plans.Candidate("recording", lambda: made)) == 2.0  # one client, three steps
+
+
 def test_out_of_memory_continues_with_half_the_clients_and_says_so():
     setup = setup_of(__import__("coterie").FedAvg())
     from coterie.client.steps import train
