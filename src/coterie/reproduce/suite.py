@@ -31,6 +31,7 @@ More fields, all optional:
 - `groups` of a column: the number of true groups for each of `seeds`, or a table of such lists by part, with "count"
   in place of a list to count them in the data; `told` of a row: the field of its method that gets this number.
 - `notes` of a column or row.
+- `users`: how many users the first of `data` must have, so that a part of it is not taken for the whole.
 - `stand_in`: true if the data is not the paper's: published numbers are shown, but no differences from them.
 - `figures`: functions "module:name" that draw from the finished runs (see `outcome.draw`); `keep_models`: keep the
   checkpoints of finished runs, for figures that need models.
@@ -142,6 +143,7 @@ class Suite:
     rows: tuple[Row, ...]
     base: Tables = field(default_factory=dict)
     data: tuple[str, ...] = ()
+    users: int = 0
     parts: tuple[Part, ...] = ()
     means: Mapping[str, Sequence[str]] = field(default_factory=dict)
     scale: tuple[str, ...] = ("run.rounds",)
@@ -238,7 +240,7 @@ def read_suite(path: Path, name: str) -> Suite:
 
 
 _FIELDS = {"paper", "title", "priority", "data", "seeds", "metrics", "base", "columns", "rows", "parts", "means"}
-_FIELDS |= {"scale", "notes", "figures", "keep_models", "stand_in"}
+_FIELDS |= {"users", "scale", "notes", "figures", "keep_models", "stand_in"}
 
 
 def _suite(name: str, content: Mapping[str, Any]) -> Suite:
@@ -267,6 +269,7 @@ def _suite(name: str, content: Mapping[str, Any]) -> Suite:
         rows=rows,
         base=_tables(content.get("base", {})),
         data=tuple(content.get("data", ())),
+        users=int(content.get("users", 0)),
         parts=parts,
         means=means,
         scale=tuple(content.get("scale", ("run.rounds",))),
