@@ -1,4 +1,8 @@
-"""The fused operations against plain autograd: on a GPU, or without one in Triton's interpreter."""
+"""The fused operations against plain autograd.
+
+On a GPU; without one in Triton's interpreter, where Triton is installed (its version 3.6 needs numpy < 2.4 for it):
+TRITON_INTERPRET=1 python -m pytest -m gpu tests/engines/kernels/test_fused.py
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("no GPU here", allow_module_level=True)
 pytest.importorskip("triton", reason="needs Triton, which torch's CUDA builds bring along")
 
 from coterie.engines.kernels import fused
 
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLIENTS, BATCH, EPS, MOMENTUM = 3, 4, 1e-3, 0.1
 
