@@ -1,4 +1,4 @@
-"""What is collected: code over Flower, Ray or Triton only where it is installed (`make test-flower`, `-ray`, `-gpu`)."""
+"""What is collected: code over Flower, Ray or Triton only where it is installed (see the Makefile)."""
 
 from importlib.util import find_spec
 
