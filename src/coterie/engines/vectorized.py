@@ -8,8 +8,8 @@ with the update), `folded` (image networks on a GPU, all clients as one batch), 
 measures the possible plans on some of the run's clients and remembers the result for this machine;
 `--set engine.plan=NAME` chooses instead.
 
-The plans `native` and `layers` implement SGD with momentum. For another optimizer, or with clipped gradients, the other
-plans are used, and the run says so.
+The plans `native` and `layers` make whole steps of SGD with momentum. For another optimizer, or with clipped gradients,
+they compute the gradients, and the step is made apart.
 
 A network that cannot be stacked (its code depends on values, or its layers mix samples) is detected at the start by
 comparing it with plain autograd; its clients are then trained one at a time, and the run says so.
@@ -54,7 +54,6 @@ class VectorizedEngine(InProcessEngine):
     name = "vectorized"
     measured: dict[str, float] | None = None  # microseconds per client step, by plan
     not_native: str | None = None  # why the compiled program is not used
-    _skips_layers = False  # the network is plain, but the work is not plain SGD
 
     def make_plan(self) -> Plan:
         """The plan of the settings, or the fastest of the possible plans."""
@@ -72,11 +71,6 @@ class VectorizedEngine(InProcessEngine):
         if len(candidates) > 1:
             self.measured = measure(self, candidates)
         chosen = choose(candidates, self.measured) if self.measured else candidates[0]
-        if self._skips_layers:
-            name = self.task.work.optimizer
-            why = "clip_norm: the plans native and layers do not clip"
-            why = why if name == "sgd" else f"optimizer {name}: the plans native and layers are for SGD"
-            self.notes.append(f"{why}; using {chosen.name}")
         return chosen.make()
 
     def _candidates(self) -> list[Candidate]:
@@ -103,8 +97,6 @@ class VectorizedEngine(InProcessEngine):
             how = Convolutions(grouped=cuda, low=cuda and self.low_precision, patches=cuda)
             # The hand-written plans read classes; soft labels are rows of numbers.
             layers = LayerKernel.of(network, loss, how) if self.task.num_classes else None
-            if layers is not None and not self.task.work.is_plain:
-                layers, self._skips_layers = None, True
             native = self._native() if layers is not None and not cuda else None
             if native is not None:
                 made, scattered = native, self.data.rendered() is None
