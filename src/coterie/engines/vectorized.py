@@ -43,7 +43,7 @@ _HEAP_BYTES = 24 << 20  # models of a chunk on a CPU: beyond 32 MB the C library
 _LARGEST_PIECE = 32
 _STREAMS = 16  # for the convolutions of different clients on a GPU
 _LOOPS = 8  # clients of `loop+graph`, each on its own stream
-_FOLDED = 16  # clients of `folded+graph`: enough to fill a GPU
+_FOLDED = 48  # clients of `folded+graph`: enough to fill a GPU, also in small layers
 _HEAVY = 1_000_000_000  # multiplications of a batch in the forward pass
 _BESIDE = 64  # clients of `streams+graph`: each has its own launches
 

@@ -88,7 +88,8 @@ class FoldedKernel:
             losses = losses if weights is None else losses * weights
             means = losses.mean(1) if mask is None else (losses * mask).sum(1) / mask.sum(1)
             total = means.sum()
-        return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
+        found = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+        return [_laid_out(grad, p) for grad, p in zip(found, params, strict=True)]
 
     def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
         """See `Kernel.outputs`; differentiable with respect to x."""
@@ -111,6 +112,16 @@ class FoldedKernel:
             fold.values, fold.mask = {}, None
         outputs = outputs.float() if fold.low else outputs
         return outputs.reshape(*x.shape[:2], *outputs.shape[1:])
+
+
+def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
+    """A gradient with the strides of its parameter: if one differs, the update of all is made tensor by tensor."""
+    if grad.stride() == like.stride():
+        return grad
+    sides = zip(grad.shape, grad.stride(), like.stride(), strict=True)
+    if all(one == other for size, one, other in sides if size > 1):  # the same memory
+        return grad.as_strided(like.shape, like.stride())
+    return torch.empty_like(like, dtype=grad.dtype).copy_(grad)
 
 
 def _parameters(module: nn.Module) -> list[str]:
@@ -256,7 +267,8 @@ class _Convolution(_Layer):
         self._rest: Any = (list(original.stride), list(original.padding), list(original.dilation))
         self._groups = original.groups
         is_dense, is_square = original.groups == 1, len(set(original.kernel_size)) == 1
-        self._is_product = is_dense and original.kernel_size == (1, 1) and original.padding == (0, 0)
+        is_plain = original.padding == (0, 0) and original.stride == (1, 1)
+        self._is_product = is_dense and is_plain and original.kernel_size == (1, 1)
         alike = len(set(original.stride)) == len(set(original.padding)) == 1 and original.dilation == (1, 1)
         channels = original.in_channels == original.out_channels == original.groups
         self._is_depthwise = channels and is_square and alike and original.groups > 1
@@ -280,8 +292,6 @@ class _Convolution(_Layer):
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """A 1x1 convolution as one matrix product for each client."""
-        down, right = self._rest[0]
-        x = x if down == right == 1 else x[:, :, ::down, ::right]
         rows = x.permute(0, 2, 3, 1)  # [c * B, H, W, I]
         flat = rows.reshape(len(weight), -1, rows.shape[-1])
         found = torch.bmm(flat, self._fold[0].lowered(weight.flatten(2)).transpose(1, 2))
@@ -298,13 +308,23 @@ class _Apart(torch.autograd.Function):
         ctx.rest, ctx.groups, ctx.fold, ctx.dtype = rest, groups, fold, weight.dtype
         inputs = x.chunk(len(own))
         stride, padding, dilation = rest
-        found: list[Any] = [None] * len(own)
+        if not (x.is_cuda and torch.backends.cudnn.enabled and torch.backends.cudnn.is_acceptable(x)):
+            each = [
+                functional.conv2d(inputs[i], own[i], None, stride, padding, dilation, groups) for i in range(len(own))
+            ]
+            return torch.cat(each)
+        sides = zip(x.shape[2:], own.shape[3:], stride, padding, dilation, strict=True)
+        out = [(side + 2 * pad - d * (size - 1) - 1) // step + 1 for side, size, step, pad, d in sides]
+        shape = (len(x), own.shape[1], *out)
+        y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        outputs, flags = y.chunk(len(own)), torch.backends.cudnn
 
         def one(i: int) -> None:
-            found[i] = functional.conv2d(inputs[i], own[i], None, stride, padding, dilation, groups)
+            how = (padding, stride, dilation, groups, flags.benchmark, flags.deterministic, flags.allow_tf32)
+            _aten.cudnn_convolution.out(inputs[i], own[i], *how, out=outputs[i])
 
         _side_by_side(fold, len(own), one)
-        return torch.cat(found)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
