@@ -481,6 +481,12 @@ def test_activation_size_counts_what_one_sample_leaves_behind():
     assert convolution.activation_size(torch.zeros(2, 1, 6, 6).double()) == 36 + 5 * 16 + 5 * 4
 
 
+def test_largest_output_is_that_of_one_sample_in_one_layer():
+    convolution = double(nn.Sequential(nn.Conv2d(1, 5, 3), nn.MaxPool2d(2)))
+    assert convolution.largest_output(torch.zeros(2, 1, 6, 6).double()) == 5 * 16
+    assert double(nn.Linear(4, 3)).largest_output(torch.zeros(2, 4).double()) == 4  # the input
+
+
 def test_activation_size_leaves_no_hooks_behind():
     network = double(nn.Linear(4, 3))
     assert [network.activation_size(torch.zeros(1, 4).double()) for _ in range(3)] == [7, 7, 7]

@@ -331,7 +331,7 @@ class Block:
         starts = self._data.starts(split, pairs[:, 1], pairs[:, 2])
         sizes = self._split(split).offsets.diff()[pairs[:, 1]]
         models = pairs[:, 0].unique()
-        if 1 < len(models) == len(pairs):
+        if 1 < len(models) == len(pairs) and bool(sizes.any()):
             yield from self._forward_own(table, pairs, split, starts, sizes)
             return
         for model in models.tolist():
@@ -341,8 +341,10 @@ class Block:
             found, labels = [], []
             for part in torch.arange(len(where)).split(self._at_once):
                 x, y = self._data.at(split, _as_slice(where[part], self._data.device), view[part])
+                # Networks need not accept a batch of nothing: one row of zeros shows the shape of the outputs.
+                x = x if len(x) else x.new_zeros(1, *x.shape[1:])
                 with _untuned():
-                    found.append(self._kernel.outputs(table[model : model + 1], x.unsqueeze(0))[0])
+                    found.append(self._kernel.outputs(table[model : model + 1], x.unsqueeze(0))[0, : len(y)])
                 labels.append(y)
             yield torch.cat(found), torch.cat(labels), lengths
 

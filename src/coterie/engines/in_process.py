@@ -129,8 +129,10 @@ class InProcessEngine(Engine):
         sample = self.network.inputs(federation.samples(0)[0][:1])
         self._activations = self.network.activation_size(sample)
         self._multiplications = self.network.multiplications(sample)
-        # Evaluation keeps only a few layers alive at a time; half of the budget is left for the models.
-        per_sample = 3 * self._activations * self._itemsize
+        # Half of the budget is left for the models. Evaluation keeps only a few layers alive at a time. A GPU needs
+        # many samples at once, or it waits for the host; on a CPU small pieces stay in the caches.
+        alive = 8 * self.network.largest_output(sample) if cuda else 3 * self._activations
+        per_sample = min(alive, 3 * self._activations) * self._itemsize
         self._samples_at_once = int(min(max(1, self.memory_budget() // 2 // per_sample), 8192))
         self._most = len(federation)  # clients per chunk; fewer after running out of memory
         self.plan = self.make_plan()

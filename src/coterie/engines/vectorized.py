@@ -17,6 +17,7 @@ comparing it with plain autograd; its clients are then trained one at a time, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -89,8 +90,11 @@ class VectorizedEngine(InProcessEngine):
 
         folded = self._folded() if cuda else None
         if folded is not None:
-            add_recorded("folded+graph", folded, min(self._chunk(), _FOLDED))
-            add("folded", folded, min(self._chunk(), _FOLDED))
+            # Pieces of one size, so that one recording serves them all.
+            pieces = math.ceil(self.num_clients / min(self._chunk(), _FOLDED))
+            piece = math.ceil(self.num_clients / pieces)
+            add_recorded("folded+graph", folded, piece)
+            add("folded", folded, piece)
         is_left_out = folded is not None and self._is_heavy()
         reason = None if is_left_out else self._why_not_stacked()
         if reason is None and not is_left_out:

@@ -200,6 +200,10 @@ class Network:
         kept = sum(out.numel() * (KEPT_BY_STEP if isinstance(layer, nn.RNNBase) else 1) for layer, out in found)
         return kept + x[:1].numel()
 
+    def largest_output(self, x: Tensor) -> int:
+        """Number of activations of one sample in the layer that has most of them."""
+        return max([x[:1].numel(), *(out.numel() for _, out in self._layer_outputs(x))])
+
     def multiplications(self, x: Tensor) -> int | None:
         """Multiplications by weights in the forward pass of one sample, to estimate time; None: unknown layers."""
         total, known = 0, set[int]()

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from coterie.client.batches import StepCounts
+from coterie.client.block import Models
 from coterie.client.stack import Plan
 from coterie.client.work import SGD, Corrected, FirstOrderMAML, HessianFreeMAML, Partial, Proximal, Weighted
+from coterie.data.federation import Federation
 from coterie.engines import make_engine
 from coterie.engines.kernels.folded import FoldedKernel
 from coterie.engines.kernels.graphs import GraphPlan
@@ -419,6 +421,32 @@ def test_clients_as_one_batch_train_blocks_as_the_loop_does(work):
     expected = trained(loop, blocks, WORKS[work])
     for make in (folded(99), graph("folded", 4)):
         assert torch.allclose(trained(make, blocks, WORKS[work]), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [loop, folded(99)])
+def test_a_split_without_samples_is_scored_also_by_networks_that_refuse_an_empty_batch(make):
+    class Strict(nn.Module):
+        def forward(self, x):
+            assert len(x)
+            return x
+
+    generator = torch.Generator().manual_seed(0)
+    data = {f"c{i}": (torch.randn(6, 1, 4, 4, generator=generator), torch.arange(6) % 3) for i in range(3)}
+    federation = Federation.from_clients(data, num_classes=3, test=0.5, valid=0.0)
+    setup = setup_of(
+        __import__("coterie").FedAvg(),
+        federation,
+        model=lambda shape, outputs: nn.Sequential(Strict(), *blocks(shape, outputs)),
+        model_settings={},
+    )
+    engine = make_engine("loop", setup.task(), federation, "cpu", {"precision": "float64"})
+    block = engine.block_of(torch.arange(3), make(engine))
+    for models in (
+        engine.initial().repeat(3, 1),
+        Models(engine.initial().unsqueeze(0), torch.zeros(3, dtype=torch.int64)),
+    ):
+        assert block.evaluate(models, "valid")["samples"].tolist() == [0, 0, 0]
+        assert block.evaluate(models, "test")["samples"].tolist() == [3, 3, 3]
 
 
 def test_layers_that_cannot_be_one_batch_are_refused():

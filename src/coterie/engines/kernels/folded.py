@@ -114,6 +114,11 @@ class FoldedKernel:
         return outputs.reshape(*x.shape[:2], *outputs.shape[1:])
 
 
+def _by_client(x: Tensor, clients: int) -> Tensor:
+    """[c * B, ...] -> [c, B, ...]; B may be 0, for clients without held-out samples."""
+    return x.reshape(clients, len(x) // clients, *x.shape[1:])
+
+
 def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
     """A gradient with the strides of its parameter: if one differs, the update of all is made tensor by tensor."""
     if grad.stride() == like.stride():
@@ -186,10 +191,10 @@ class _Linear(_Layer):
         """[c * B, ..., I] -> [c * B, ..., O]."""
         weight, bias = self.own("weight"), self.own("bias")
         assert weight is not None
-        rows = x.reshape(len(weight), -1, x.shape[-1]).to(weight.dtype)
+        rows = _by_client(x, len(weight)).flatten(1, -2).to(weight.dtype)
         found = torch.bmm(rows, weight.transpose(1, 2))
         found = found if bias is None else found + bias.unsqueeze(1)
-        return found.reshape(*x.shape[:-1], -1)
+        return found.reshape(*x.shape[:-1], weight.shape[1])
 
 
 class _Norm(_Layer):
@@ -215,7 +220,7 @@ class _Norm(_Layer):
                 found = fused.norm_in_use(x, weight, bias, mean, var, self._eps, self.act)
             whole: Tensor = found
             return whole
-        wide = x.to(mean.dtype).reshape(len(mean), -1, *x.shape[1:])  # [c, B, C, ...]
+        wide = _by_client(x.to(mean.dtype), len(mean))  # [c, B, C, ...]
         if self.training:
             mean, var = self._statistics(wide, mean, var, mask)
         scale = torch.rsqrt(var + self._eps)
@@ -256,7 +261,7 @@ class _GroupNorm(_Layer):
         weight, bias = self.own("weight"), self.own("bias")
         if weight is None or bias is None:
             return found
-        wide = found.reshape(len(weight), -1, *x.shape[1:])
+        wide = _by_client(found, len(weight))
         form = [len(weight), 1, -1] + [1] * (x.dim() - 2)
         return (wide * weight.reshape(form) + bias.reshape(form)).reshape(x.shape).to(x.dtype)
 
@@ -287,15 +292,15 @@ class _Convolution(_Layer):
             found = _Apart.apply(x, weight, self._rest, self._groups, fold)  # type: ignore[no-untyped-call]
         if bias is None:
             return found
-        shifted = found.reshape(len(weight), -1, *found.shape[1:]) + bias.to(found.dtype)[:, None, :, None, None]
+        shifted = _by_client(found, len(weight)) + bias.to(found.dtype)[:, None, :, None, None]
         return shifted.reshape(found.shape)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """A 1x1 convolution as one matrix product for each client."""
         rows = x.permute(0, 2, 3, 1)  # [c * B, H, W, I]
-        flat = rows.reshape(len(weight), -1, rows.shape[-1])
+        flat = _by_client(rows, len(weight)).flatten(1, -2)
         found = torch.bmm(flat, self._fold[0].lowered(weight.flatten(2)).transpose(1, 2))
-        return found.reshape(*rows.shape[:-1], -1).permute(0, 3, 1, 2)
+        return found.reshape(*rows.shape[:-1], weight.shape[1]).permute(0, 3, 1, 2)
 
 
 class _Apart(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch import Tensor
 from coterie.engines.kernels.fused.tiles import SIZES, channels_last, parts_of, tiles
 
 _TILE = 2048  # entries that one program computes at a time; each reads its neighbours
-_ROW_TILE, _ROW_SUM_TILE = 2048, 1024  # the same row by row, for outputs and for the nine sums of the weights
+_ROW_TILE, _ROW_SUM_TILE = 2048, 512  # the same row by row, for outputs and for the nine sums of the weights
 _WIDEST = 64  # images that are computed row by row; a tile holds a whole row
 
 
@@ -415,7 +415,7 @@ class _Depthwise(torch.autograd.Function):
 def _by_rows(x: Tensor, own: Tensor, flip: bool) -> Tensor:
     clients, _, channels = own.shape
     high, wide = x.shape[2:]
-    images, across, each, broad = len(x) // clients, *_row_tiles(wide, channels, _ROW_TILE)
+    images, across, each, broad = len(x) // clients, *_row_tiles(wide, 64, _ROW_TILE)
     groups = triton.cdiv(images, each)
     y = torch.empty_like(x)
     _rows[clients * groups, triton.cdiv(channels, broad)](
@@ -428,19 +428,20 @@ def _weights_by_rows(dy: Tensor, x: Tensor, own: Tensor) -> Tensor:
     """[c, parts, 9, C]."""
     clients, _, channels = own.shape
     high, wide = x.shape[2:]
-    images, across, each, broad = len(x) // clients, *_row_tiles(wide, channels, _ROW_SUM_TILE)
+    images, across, each, broad = len(x) // clients, *_row_tiles(wide, 32, _ROW_SUM_TILE)
     groups, columns = triton.cdiv(images, each), triton.cdiv(channels, broad)
     parts, per = parts_of(groups, 1, clients * columns)
     sums = x.new_empty(clients, parts, 9, channels, dtype=torch.float32)
+    warps = min(8, across * each * broad // 128)  # nine sums of four entries in each thread
     _rows_weights[clients, columns, parts](
-        dy, x, sums, images, channels, high, wide, groups, per, NI=each, BW=across, BC=broad
+        dy, x, sums, images, channels, high, wide, groups, per, NI=each, BW=across, BC=broad, num_warps=warps
     )
     return sums
 
 
-def _row_tiles(wide: int, channels: int, entries: int) -> tuple[int, int, int]:
+def _row_tiles(wide: int, broad: int, entries: int) -> tuple[int, int, int]:
     """Places of a row in a tile, images and channels."""
-    across, broad = triton.next_power_of_2(wide), 32
+    across = triton.next_power_of_2(wide)
     return across, max(1, entries // across // broad), broad
 
 
