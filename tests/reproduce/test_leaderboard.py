@@ -76,6 +76,7 @@ def two() -> list[dict[str, Any]]:
             cell("local", 80.0, sent=0.0),
             cell("fedavg", 70.0, "half"),
             cell("ifca", None, "half", published={"accuracy": 77.0}),
+            cell("local", 65.0, "half", sent=0.0),
             missing=[{"row": "ifca", "column": "half", "seed": 0}],
         ),
         result("b/table2", cell("fedavg", 60.0, sent=10.0), cell("ifca", 50.0, sent=15.0)),
@@ -106,15 +107,17 @@ def test_a_missing_cell_counts_for_nothing(two: list[dict[str, Any]]):
 
 
 def test_cells_without_fedavg_and_figures_are_not_on_the_board():
-    rows = cell("fedavg", 80.0), cell("ifca", 90.0), cell("ifca", 91.0, "K = 2"), cell("fedavg", None, "K = 2")
+    rows = [cell("fedavg", 80.0), cell("ifca", 90.0), cell("ifca", 91.0, "K = 2"), cell("fedavg", None, "K = 2")]
+    rows += [cell("fedavg", 82.0, "alone"), cell("ifca", None, "alone")]
     results = [result("a/t", *rows), result("a/figures-x", *rows)]
     lines = lines_of(results)
     assert [(line.method, list(line.entries)) for line in lines] == [
         ("ifca", [Place("a/t", "all")]),
         ("fedavg", [Place("a/t", "all")]),
     ]
-    assert "K = 2" not in board_html(results, lines, None)
-    assert "figures-x" in board_html(results, lines, None)  # in the list of suites
+    page = board_html(results, lines, None)
+    assert "K = 2" not in page and "alone" not in page
+    assert "figures-x" in page  # in the list of suites
 
 
 def test_a_line_whose_bytes_are_not_known_has_no_share():
@@ -142,13 +145,14 @@ def test_rows_of_one_method_and_mode_are_told_apart_by_their_settings():
 
 def test_rows_that_are_only_published_and_suites_without_metrics_have_no_line():
     published = cell("magic", None, published={"accuracy": 99.0}) | {"method": None}
-    bare = result("a/bytes", cell("fedavg", None), metrics={})
-    assert [line.method for line in lines_of([result("a/t", published, cell("fedavg", 50.0)), bare])] == ["fedavg"]
+    measured = cell("fedavg", 50.0), cell("local", 40.0)
+    bare = result("a/bytes", cell("fedavg", None), cell("local", None), metrics={})
+    assert [line.method for line in lines_of([result("a/t", published, *measured), bare])] == ["fedavg", "local"]
 
 
 def test_a_stand_in_has_no_difference():
     easy = cell("fedavg", 90.0, published={"accuracy": 70.0}) | {"difference": {}}
-    results = [result("a/t", easy)]
+    results = [result("a/t", easy, cell("local", 60.0))]
     assert "90.00<small>70.00</small></td>" in board_html(results, lines_of(results), None)
 
 
@@ -168,7 +172,7 @@ def test_the_page_shows_ours_published_and_difference(two: list[dict[str, Any]])
 def test_texts_are_escaped():
     bad = "<script>alert(1)</script>\"'"
     evil = cell("fedavg", 80.0, bad, published={"accuracy": 1.0}, row=bad) | {"mode": bad}
-    one = result(bad, evil, paper=bad, title=bad, date=bad, seeds=[bad], machine=MACHINE | {"gpu": bad})
+    one = result(bad, evil, cell("local", 70.0, bad), paper=bad, title=bad, date=bad, seeds=[bad], machine=MACHINE | {"gpu": bad})
     page = board_html([one], lines_of([one]), None)
     assert "<script>alert" not in page
     assert page.count("<script>") == 1
