@@ -72,7 +72,7 @@ def test_class_gradients_are_those_of_autograd(name, federation, at_once):
     engine = engine_of(federation, name)
     clients = torch.tensor([2, 0, 3, 1]) if name == "vectorized" else torch.tensor([1])
     block = engine.block_of(clients, engine.plan)
-    block._at_once = at_once
+    block._gradients_at_once = at_once
     models = models_of(engine, len(clients))
     gradients, counts = gradients_of(block, models)
     expected = {}

@@ -172,7 +172,9 @@ def test_the_page_shows_ours_published_and_difference(two: list[dict[str, Any]])
 def test_texts_are_escaped():
     bad = "<script>alert(1)</script>\"'"
     evil = cell("fedavg", 80.0, bad, published={"accuracy": 1.0}, row=bad) | {"mode": bad}
-    one = result(bad, evil, cell("local", 70.0, bad), paper=bad, title=bad, date=bad, seeds=[bad], machine=MACHINE | {"gpu": bad})
+    one = result(
+        bad, evil, cell("local", 70.0, bad), paper=bad, title=bad, date=bad, seeds=[bad], machine=MACHINE | {"gpu": bad}
+    )
     page = board_html([one], lines_of([one]), None)
     assert "<script>alert" not in page
     assert page.count("<script>") == 1

@@ -102,12 +102,20 @@ class Block:
     """c clients computed together."""
 
     def __init__(
-        self, clients: Tensor, data: DeviceData, task: Task, plan: Plan, memory: Memory, rng: Rng, samples_at_once: int
+        self,
+        clients: Tensor,
+        data: DeviceData,
+        task: Task,
+        plan: Plan,
+        memory: Memory,
+        rng: Rng,
+        samples_at_once: int,
+        gradients_at_once: int,
     ) -> None:
         self.clients, self.task, self.memory = clients, task, memory  # clients: int64 [c], on the CPU
         self._data, self._plan, self._kernel = data, plan, plan.kernel
         self._keys = rng.keys(data.federation.keys[clients].to(data.device))  # [c]
-        self._at_once = samples_at_once
+        self._at_once, self._gradients_at_once = samples_at_once, gradients_at_once
         self._view = data.federation.view_of(clients)  # [c]
         self.secret = False  # whether noise for privacy comes from the system, as at real sites, not from the seed
         self.gradients = 0  # per-sample gradients computed, for the ledger
@@ -184,7 +192,8 @@ class Block:
 
         Yields the class, which clients hold it (positions [h]), their gradients [h, parts, num_parameters] and sample
         counts [h, parts]. With several `parts`, the samples of a class are divided among them; a part may be empty.
-        Without `by_class`, or in a task without classes, all samples are one class. The next class overwrites the
+        Without `by_class`, or in a task without classes, all samples are one class. Norms use the running statistics
+        of the model: those of a batch of one class would hide what the class is like. The next class overwrites the
         gradients of the last: fresh memory for each would take longer than computing them.
         """
         sent = models if isinstance(models, Models) else self._one_each(models)
@@ -221,7 +230,7 @@ class Block:
         """
         layout = self.task.layout
         cut = len(layout.parameters)
-        width = max(1, self._at_once // len(holders))
+        width = max(1, self._gradients_at_once // len(holders))
         most = int(counts.max())
         is_whole = most <= width and int(counts.min()) > 0
         if not is_whole:
@@ -235,8 +244,7 @@ class Block:
             there = here.unsqueeze(1)
             batch = Batch(data.x[there, part], data.y[there, part], mask, data.keys[here])
             own = params if len(here) == len(self) else [tensor[here] for tensor in params]
-            buffers = [tensor.clone() for tensor in own[cut:]]
-            gradients = self._kernel.gradients(own[:cut], buffers, batch)
+            gradients = self._kernel.gradients(own[:cut], own[cut:], batch, train=False)
             if is_whole:
                 for slot, gradient in zip(layout.parameters, gradients, strict=True):
                     total[:, slot.start : slot.stop] = gradient.reshape(len(rows), -1)

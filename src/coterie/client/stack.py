@@ -22,8 +22,12 @@ from coterie.randomness import mix
 class Kernel(Protocol):
     """Computes a stack of c models."""
 
-    def gradients(self, params: Stack, buffers: Stack, batch: Batch) -> Stack:
-        """Gradients of each model's mean loss over its batch; float buffers are updated in place."""
+    def gradients(self, params: Stack, buffers: Stack, batch: Batch, train: bool = True) -> Stack:
+        """Gradients of each model's mean loss over its batch.
+
+        In train mode float buffers are updated in place. In eval mode norms use their running statistics, nothing is
+        dropped, and buffers stay.
+        """
         ...
 
     def outputs(self, flat: Tensor, x: Tensor) -> Tensor:

@@ -134,6 +134,8 @@ class InProcessEngine(Engine):
         alive = 8 * self.network.largest_output(sample) if cuda else 3 * self._activations
         per_sample = min(alive, 3 * self._activations) * self._itemsize
         self._samples_at_once = int(min(max(1, self.memory_budget() // 2 // per_sample), 8192))
+        kept = 4 * self._activations * self._itemsize  # of a sample, for the backward pass
+        self._gradients_at_once = int(min(max(1, self.memory_budget() // 2 // kept), self._samples_at_once))
         self._most = len(federation)  # clients per chunk; fewer after running out of memory
         self.plan = self.make_plan()
         if federation.reserved is not None:
@@ -167,7 +169,8 @@ class InProcessEngine(Engine):
         """These clients as a block under a plan; their memory is this engine's unless given."""
         if memory is None:
             memory = _BlockMemory(self._memory, clients.to(self.device), self.num_clients)
-        return Block(clients, self.data, self.task, plan, memory, rng or Rng.seed(0), self._samples_at_once)
+        limits = self._samples_at_once, self._gradients_at_once
+        return Block(clients, self.data, self.task, plan, memory, rng or Rng.seed(0), *limits)
 
     @abc.abstractmethod
     def chunk_size(self, work: SGD) -> int:

@@ -90,9 +90,7 @@ class VectorizedEngine(InProcessEngine):
 
         folded = self._folded() if cuda else None
         if folded is not None:
-            # Pieces of one size, so that one recording serves them all.
-            pieces = math.ceil(self.num_clients / min(self._chunk(), _FOLDED))
-            piece = math.ceil(self.num_clients / pieces)
+            piece = self._evened(min(self._chunk(), _FOLDED))
             add_recorded("folded+graph", folded, piece)
             add("folded", folded, piece)
         is_left_out = folded is not None and self._is_heavy()
@@ -180,7 +178,12 @@ class VectorizedEngine(InProcessEngine):
         most = self.memory_budget() // self.bytes_per_client(self.task.work if work is None else work)
         if self.device.type == "cpu":
             most = min(most, max(self._workers(), _HEAP_BYTES // (self.task.layout.size * self._itemsize)))
-        return max(1, min(most, self.num_clients))
+            return max(1, min(most, self.num_clients))
+        return self._evened(max(1, min(most, self.num_clients)))
+
+    def _evened(self, most: int) -> int:
+        """As many clients, at most `most`, as give parts of one size: one recording on a GPU then serves them all."""
+        return math.ceil(self.num_clients / math.ceil(self.num_clients / most))
 
     def chunk_size(self, work: SGD) -> int:
         """See `InProcessEngine.chunk_size`."""

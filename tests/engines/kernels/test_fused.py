@@ -88,7 +88,7 @@ def test_a_single_value_is_normalized_by_the_running_statistics_which_stay():
 
 @pytest.mark.parametrize("act", [fused.NONE, fused.RELU, fused.RELU6])
 def test_norm_in_use(act):
-    x, weight, bias = images(5), own(5).detach(), own(5).detach()
+    x, weight, bias = images(5), own(5), own(5)
     mean, var = torch.randn(CLIENTS, 5, device=DEVICE), torch.rand(CLIENTS, 5, device=DEVICE) + 0.5
     found = fused.norm_in_use(x, weight, bias, mean, var, EPS, act)
 
@@ -96,7 +96,7 @@ def test_norm_in_use(act):
         return values.repeat_interleave(BATCH, 0)[:, :, None, None]
 
     expected = activated((x - each(mean)) / (each(var) + EPS).sqrt() * each(weight) + each(bias), act)
-    check(found, expected, [x])
+    check(found, expected, [x, weight, bias])
 
 
 @pytest.mark.parametrize(("size", "stride", "pad"), [(3, 1, 1), (3, 2, 1), (5, 1, 2), (3, 1, 0), (2, 2, 0)])

@@ -78,12 +78,12 @@ class FoldedKernel:
             return None
         return cls(network, loss, low, streams)
 
-    def gradients(self, params: Stack, buffers: Stack, batch: Batch) -> Stack:
+    def gradients(self, params: Stack, buffers: Stack, batch: Batch, train: bool = True) -> Stack:
         """See `Kernel.gradients`."""
         x, y, mask, _, weights = batch
         leaves = [p.detach().requires_grad_() for p in params]
         with torch.enable_grad():
-            outputs = self._forward([*leaves, *buffers], x, mask, train=True)
+            outputs = self._forward([*leaves, *buffers], x, mask, train=train)
             losses = self._loss(outputs.flatten(0, 1), y.flatten(0, 1)).reshape(y.shape[:2])  # [c, B]
             losses = losses if weights is None else losses * weights
             means = losses.mean(1) if mask is None else (losses * mask).sum(1) / mask.sum(1)

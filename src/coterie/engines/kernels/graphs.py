@@ -43,9 +43,9 @@ class BesideKernel(PlainKernel):
         super().__init__(network, loss)
         self._streams: list[Any] = []
 
-    def gradients(self, params: Stack, buffers: Stack, batch: Batch) -> Stack:
+    def gradients(self, params: Stack, buffers: Stack, batch: Batch, train: bool = True) -> Stack:
         """See `Kernel.gradients`."""
-        found = [self._one(params, buffers, batch, i) for i in range(len(batch.x))]
+        found = [self._one(params, buffers, batch, i, train) for i in range(len(batch.x))]
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
     def can_step(self, work: SGD) -> bool:
@@ -74,12 +74,12 @@ class BesideKernel(PlainKernel):
             self._streams.append(torch.cuda.Stream(device=x.device))
         return self._streams[: len(x)]
 
-    def _one(self, params: Stack, buffers: Stack, batch: Batch, i: int) -> Stack:
+    def _one(self, params: Stack, buffers: Stack, batch: Batch, i: int, train: bool = True) -> Stack:
         x = as_fast_images(batch.x[i])
         row = None if batch.mask is None else batch.mask[i]
         weights = None if batch.weights is None else batch.weights[i]
         own = [p[i] for p in params], [b[i] for b in buffers]
-        return self._gradient(*own, x, batch.y[i], batch.keys[i], row, weights)
+        return self._gradient(*own, x, batch.y[i], batch.keys[i], row, weights, train)
 
 
 class GraphPlan(Plan):

@@ -120,8 +120,8 @@ class LayerKernel:
             return None
         return cls(network, loss, *found, how or Convolutions(grouped=network.device.type == "cuda"))
 
-    def gradients(self, params: Stack, buffers: Stack, batch: Batch) -> Stack:
-        """See `Kernel.gradients`."""
+    def gradients(self, params: Stack, buffers: Stack, batch: Batch, train: bool = True) -> Stack:
+        """See `Kernel.gradients`; these layers are the same in both modes."""
         sink = _Collect(len(params))
         self._run(params, batch, sink)
         return [found for found in sink.found if found is not None]

@@ -173,8 +173,8 @@ class NativeKernel:
             return None
         return cls(network, table, [place for own in found[1] for place in own], threads)
 
-    def gradients(self, params: Stack, buffers: Stack, batch: Batch) -> Stack:
-        """See `Kernel.gradients`."""
+    def gradients(self, params: Stack, buffers: Stack, batch: Batch, train: bool = True) -> Stack:
+        """See `Kernel.gradients`; these layers are the same in both modes."""
         own = [params[place].contiguous() for place in self._places]
         found = [torch.empty_like(p) for p in own]
         x, y = batch.x.to(self._dtype).contiguous(), batch.y.contiguous()

@@ -21,7 +21,7 @@ class PlainKernel:
     def __init__(self, network: Network, loss: Loss) -> None:
         self._network, self._loss, self._layout = network, loss, network.layout
 
-    def gradients(self, params: Stack, buffers: Stack, batch: Batch) -> Stack:
+    def gradients(self, params: Stack, buffers: Stack, batch: Batch, train: bool = True) -> Stack:
         """See `Kernel.gradients`."""
         found = []
         gradient = self._gradient if self._network.keyed else self._seeded_gradient
@@ -29,7 +29,7 @@ class PlainKernel:
             rows = slice(None) if batch.mask is None else batch.mask[i].bool()
             weights = None if batch.weights is None else batch.weights[i][rows]
             own = [p[i] for p in params], [b[i] for b in buffers]
-            found.append(gradient(*own, as_fast_images(x[rows]), y[rows], batch.keys[i], weights=weights))
+            found.append(gradient(*own, as_fast_images(x[rows]), y[rows], batch.keys[i], weights=weights, train=train))
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
     def _gradient(
@@ -41,22 +41,30 @@ class PlainKernel:
         key: Tensor,
         mask: Tensor | None = None,
         weights: Tensor | None = None,
+        train: bool = True,
     ) -> Stack:
         leaves = [p.detach().requires_grad_() for p in params]
         named = {slot.name: leaf for slot, leaf in zip(self._layout.slots, (*leaves, *buffers), strict=True)}
         with torch.enable_grad():
-            losses = self._loss(self._network(named, x, train=True, mask=mask, key=key, alone=True), y)
+            losses = self._loss(self._network(named, x, train=train, mask=mask, key=key, alone=True), y)
             losses = losses if weights is None else losses * weights
             loss = losses.mean() if mask is None else (losses * mask).sum() / mask.sum()
         return list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
 
     def _seeded_gradient(
-        self, params: Stack, buffers: Stack, x: Tensor, y: Tensor, key: Tensor, weights: Tensor | None = None
+        self,
+        params: Stack,
+        buffers: Stack,
+        x: Tensor,
+        y: Tensor,
+        key: Tensor,
+        weights: Tensor | None = None,
+        train: bool = True,
     ) -> Stack:
         """For a network that draws from torch's generator."""
         with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
             torch.manual_seed(int(key) & ((1 << 63) - 1))
-            return self._gradient(params, buffers, x, y, key, weights=weights)
+            return self._gradient(params, buffers, x, y, key, weights=weights, train=train)
 
     def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
         """See `Kernel.outputs`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,14 @@ class StackedKernel:
         self._network, self._loss, self._layout = network, loss, network.layout
         self._names = [slot.name for slot in self._layout.parameters]
         self._buffer_names = [slot.name for slot in self._layout.buffers]
-        gradient = torch.func.grad(self._mean_loss, has_aux=True)
-        self._functions: dict[tuple[bool, bool], Any] = {  # by whether there are a mask and weights
-            (mask, weights): torch.func.vmap(
-                gradient, in_dims=(0, 0, 0, 0, 0 if mask else None, 0, 0 if weights else None)
+        self._functions: dict[tuple[bool, bool, bool], Any] = {  # by whether there are a mask and weights, and mode
+            (mask, weights, train): torch.func.vmap(
+                torch.func.grad(partial(self._mean_loss, train), has_aux=True),
+                in_dims=(0, 0, 0, 0, 0 if mask else None, 0, 0 if weights else None),
             )
             for mask in (False, True)
             for weights in (False, True)
+            for train in (False, True)
         }
         self._compiled: dict[Any, Any] | None = {} if compiled else None
         self._forward = torch.func.vmap(self._network, in_dims=(0, 0))
@@ -35,6 +37,7 @@ class StackedKernel:
 
     def _mean_loss(
         self,
+        train: bool,
         params: Tensors,
         buffers: Tensors,
         x: Tensor,
@@ -44,16 +47,16 @@ class StackedKernel:
         weights: Tensor | None,
     ) -> tuple[Tensor, Tensors]:
         buffers = {name: buffer.clone() for name, buffer in buffers.items()}  # train mode writes into them
-        outputs = self._network(params | buffers, x, train=True, mask=mask, key=key)
+        outputs = self._network(params | buffers, x, train=train, mask=mask, key=key)
         losses = self._loss(outputs, y) if weights is None else self._loss(outputs, y) * weights
         mean = losses.mean() if mask is None else (losses * mask).sum() / mask.sum()
         return mean, buffers
 
-    def gradients(self, params: Stack, buffers: Stack, batch: Batch) -> Stack:
+    def gradients(self, params: Stack, buffers: Stack, batch: Batch, train: bool = True) -> Stack:
         """See `Kernel.gradients`."""
         named = dict(zip(self._names, params, strict=True))
         kept = dict(zip(self._buffer_names, buffers, strict=True))
-        function = self._functions[batch.mask is not None, batch.weights is not None]
+        function = self._functions[batch.mask is not None, batch.weights is not None, train]
         with unfused():
             found, changed = self._called(function, named, kept, *batch)
         for name, buffer in kept.items():

@@ -243,6 +243,20 @@ def _apply(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, 
     return y
 
 
+def _back_sums(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, act: int) -> Tensor:
+    """The gradients of the biases and of the weights: [c, 2, C]."""
+    clients, channels = weight.shape
+    rows = x.numel() // channels // clients
+    low, narrow = tiles(channels, _BACK_SUM_TILE, fitting(channels))
+    columns = triton.cdiv(channels, narrow)
+    parts, per = parts_of(rows, low, clients * columns)
+    sums = x.new_empty(clients, parts, 2, channels, dtype=torch.float32)
+    _norm_back_sums[clients, columns, parts](
+        dy, x, mean, rstd, weight, bias, sums, rows, channels, per, ACT=act, BR=low, BC=narrow
+    )
+    return sums.sum(1) if parts > 1 else sums[:, 0]
+
+
 def _back_apply(
     dy: Tensor,
     x: Tensor,
@@ -308,23 +322,14 @@ class _NormInTraining(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, bias, mean, rstd, share, mask = ctx.saved_tensors
-        clients, channels = weight.shape
-        rows = x.numel() // channels // clients
         dy = like(dy, x)
-        low, narrow = tiles(channels, _BACK_SUM_TILE, fitting(channels))
-        columns = triton.cdiv(channels, narrow)
-        parts, per = parts_of(rows, low, clients * columns)
-        sums = x.new_empty(clients, parts, 2, channels, dtype=torch.float32)
-        _norm_back_sums[clients, columns, parts](
-            dy, x, mean, rstd, weight, bias, sums, rows, channels, per, ACT=ctx.act, BR=low, BC=narrow
-        )
-        total = sums.sum(1) if parts > 1 else sums[:, 0]  # [c, 2, C]
+        total = _back_sums(dy, x, mean, rstd, weight, bias, ctx.act)
         dx = _back_apply(dy, x, mean, rstd, weight, bias, total, share, mask, ctx.act)
         return dx, total[:, 1], total[:, 0], None, None, None, None, None, None
 
 
 class _NormInUse(torch.autograd.Function):
-    """BatchNorm by running statistics; gradients for the inputs only."""
+    """BatchNorm by running statistics, which have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, act: int) -> Tensor:
@@ -336,9 +341,13 @@ class _NormInUse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        nothing = x.new_zeros(len(weight), 2, weight.shape[1], dtype=torch.float32)
-        dx = _back_apply(like(dy, x), x, mean, rstd, weight, bias, nothing, nothing, None, ctx.act)
-        return dx, None, None, None, None, None
+        dy, dx, dweight, dbias = like(dy, x), None, None, None
+        if ctx.needs_input_grad[0]:
+            nothing = x.new_zeros(len(weight), 2, weight.shape[1], dtype=torch.float32)
+            dx = _back_apply(dy, x, mean, rstd, weight, bias, nothing, nothing, None, ctx.act)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            dbias, dweight = _back_sums(dy, x, mean, rstd, weight, bias, ctx.act).unbind(1)
+        return dx, dweight, dbias, None, None, None
 
 
 def norm_in_training(
