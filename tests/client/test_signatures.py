@@ -9,10 +9,15 @@ import torch
 from torch import nn
 
 from coterie.client.block import Models
+from coterie.client.stack import Plan
 from coterie.client.steps import sign, signature_shape, train, train_and_sign
 from coterie.data.federation import Federation
 from coterie.data.transforms import Rotate, SwapLabels
 from coterie.engines import make_engine
+from coterie.engines.kernels.folded import FoldedKernel
+from coterie.engines.kernels.graphs import BesideKernel
+from coterie.engines.kernels.plain import PlainKernel
+from coterie.engines.kernels.stacked import StackedKernel
 from coterie.methods.fedavg import FedAvg
 from coterie.nets.sketch import Sketch
 from coterie.randomness import Rng
@@ -83,6 +88,47 @@ def test_class_gradients_are_those_of_autograd(name, federation, at_once):
             torch.testing.assert_close(gradients[position, label], gradient, rtol=1e-9, atol=1e-12)
     assert counts == expected
     assert block.gradients == sum(expected.values())
+
+
+def with_norms(input_shape, outputs):
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.Linear(64, outputs),
+    )
+
+
+def with_norms_only(input_shape, outputs):
+    return nn.Sequential(*(layer for layer in with_norms(input_shape, outputs) if not isinstance(layer, nn.Dropout)))
+
+
+KERNELS = {"plain": PlainKernel, "beside": BesideKernel, "stacked": StackedKernel, "folded": FoldedKernel.of}
+
+
+@pytest.mark.parametrize("at_once", [3, 8192])
+@pytest.mark.parametrize("name", KERNELS)
+def test_class_gradients_use_the_running_statistics_and_drop_nothing(name, at_once):
+    """Batches of one class have statistics of their own, by which classes would look alike."""
+    federation = uneven()
+    make = with_norms_only if name == "folded" else with_norms
+    engine = engine_of(federation, "loop", model=make, model_settings={})
+    block = engine.block_of(engine.everyone(), Plan(name, KERNELS[name](engine.network, engine.task.loss), 9))
+    block._gradients_at_once = at_once
+    models = models_of(engine, 4)
+    models[:, engine.task.layout.num_parameters :] = 0.5 + models[:, engine.task.layout.num_parameters :].abs()
+    before = models.clone()
+    gradients, _ = gradients_of(block, models)
+    assert torch.equal(models, before)
+    for (client, label), found in gradients.items():
+        network = make((1, 4, 4), 3).double().eval()
+        network.load_state_dict(engine.task.layout.unpack(models[client]), strict=False)
+        x, y = federation.samples(client, "train")
+        nn.functional.cross_entropy(network(x[y == label].double()), y[y == label]).backward()
+        expected = nn.utils.parameters_to_vector([p.grad for p in network.parameters()])
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_class_gradients_of_one_shared_model():

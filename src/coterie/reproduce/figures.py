@@ -160,7 +160,7 @@ def _save_curves(cells: Sequence[Cell], runs: Path, folder: Path, looks: Mapping
             draw_line(axes, rounds, values, look.colour, "_" + cell["row"], style=look.dashes)
             lowest.append(float(values[len(values) // 10 :].min()))
         # What a method does in its first rounds would make the rest flat.
-        axes.set_ylim(bottom=max(0.0, min(lowest) - 0.02))
+        axes.set_ylim(bottom=max(0.0, min(lowest) - 0.02), top=min(1.005, axes.get_ylim()[1]))
         axes.set_title(column, fontsize=9)
         score_axis(axes, SCORE)
         round_axis(axes)
