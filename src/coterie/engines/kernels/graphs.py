@@ -23,6 +23,7 @@ from coterie.client.optimizers import Number, Optimizer, State
 from coterie.client.stack import Job, Kernel, Plan, stepping, train_job
 from coterie.client.work import SGD, Stack
 from coterie.engines.kernels.plain import PlainKernel, as_fast_images
+from coterie.engines.kernels.recording import Recording
 from coterie.nets.flat import Loss, Network, Slot
 from coterie.randomness import mix
 
@@ -167,7 +168,8 @@ class _Static:
         clock = torch.zeros(2, dtype=torch.int64, device=device)
         self._clock, self._row, self._number = clock, clock[:1], clock[1:]  # row of the tables; step since the start
         self._count = torch.zeros((), dtype=dtype, device=device)  # number of the step, from 1
-        self._graph: Any = None
+        self._recording: Recording | None = None
+        self._tried = False  # to record the step
 
     def has_rate(self, lr: float) -> bool:
         """Whether the recorded step can use this learning rate."""
@@ -182,7 +184,7 @@ class _Static:
             tensor.copy_(job.extras[name])
         self._keys.copy_(job.keys)
         self._first.copy_(job.batches[0].start)
-        if job.start.is_cuda and self._graph is None:
+        if job.start.is_cuda and not self._tried:
             self._record(job)
 
     def _load(self, job: Job) -> None:
@@ -204,7 +206,7 @@ class _Static:
         self._row.zero_()
         self._number.fill_(first)
         self._count.fill_(first)
-        step: Callable[[], None] = self._step if self._graph is None else self._graph.replay
+        step: Callable[[], None] = self._step if self._recording is None else self._recording.replay
         for _ in range(count):
             step()
 
@@ -217,10 +219,7 @@ class _Static:
                 self._step()
         torch.cuda.current_stream().wait_stream(side)
         self._row.zero_()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        self._graph = graph
+        self._tried, self._recording = True, Recording.of(self._step, job.start.device)
         self._load(job)  # the warm-up has changed the models
 
     def _step(self) -> None:

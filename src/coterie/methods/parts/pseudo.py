@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.engines.forward import Forward, Outputs
+from coterie.engines.kernels.recording import Recording
 from coterie.errors import ConfigError, ModelError
 from coterie.nets.flat import cross_entropy
 from coterie.randomness import Rng, normal, uniform
@@ -268,16 +269,12 @@ def _repeat(step: Callable[[], None], times: int, *, recorded: bool) -> None:
             for _ in range(first):
                 step()
         torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
-                step()  # only recorded, not computed
+            found = Recording.of(step, aside.device)
         except RuntimeError:  # the network synchronizes with the GPU
-            for _ in range(times - first):
-                step()
-            return
+            found = None
         for _ in range(times - first):
-            graph.replay()
+            step() if found is None else found.replay()
 
 
 def _pieces(size: int, one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
