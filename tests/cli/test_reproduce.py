@@ -35,7 +35,7 @@ def test_from_a_suite_to_its_table(command: Command, suite: str):
     result = json.loads((OUT / "tiny/result.json").read_text())
     assert result == json.loads(Path("docs/tiny/result.json").read_text())
     assert (result["missing"], result["seeds"]) == ([], [0])
-    assert result["command"] == "coterie reproduce tiny.toml --seeds 0"
+    assert result["command"] == "coterie reproduce tiny.toml --seeds 1"
     cells = {(cell["row"], cell["column"]): cell for cell in result["cells"]}
     assert cells["IFCA", "all"]["settings"]["algorithm.init"] == "paper"
     assert cells["IFCA", "all"]["rounds"] == 4

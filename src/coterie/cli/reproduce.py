@@ -32,7 +32,7 @@ from coterie.reproduce.outcome import (
 from coterie.reproduce.page import Result, tables_of
 from coterie.reproduce.suite import ALL, Column, Row, Suite, find_suites, suite_names
 from coterie.runs.processes import start_server
-from coterie.runs.settings import parse_seeds
+from coterie.runs.settings import parse_seeds, seeds_as_text
 
 if TYPE_CHECKING:
     from coterie.runs.batch import Case, Loader
@@ -293,7 +293,7 @@ class _Run:
     def _command(self, suite: Suite, cells: Sequence[tuple[Row, Column]], seeds: Sequence[int]) -> str:
         """The command of these cells and seeds, without the options that do not change the result."""
         words = ["coterie", "reproduce", suite.name if suite.name in suite_names() else f"{suite.name}.toml"]
-        words += [] if tuple(seeds) == suite.seeds else ["--seeds", ",".join(map(str, seeds))]
+        words += [] if tuple(seeds) == suite.seeds else ["--seeds", seeds_as_text(seeds, suite.seeds)]
         rows, columns = {row.label for row, _ in cells}, {column.name for _, column in cells}
         if len(rows) < len(suite.rows):
             words += [word for row in suite.rows if row.label in rows for word in ("--rows", row.label)]

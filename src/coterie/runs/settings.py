@@ -147,6 +147,17 @@ def parse_seeds(text: str, usual: Sequence[int] = ()) -> tuple[int, ...]:
     return (*usual, *range(after, after + seeds[0]))[: seeds[0]]
 
 
+def seeds_as_text(seeds: Sequence[int], usual: Sequence[int] = ()) -> str:
+    """The shortest text that `parse_seeds` reads as these seeds.
+
+    >>> seeds_as_text([0, 1], [0, 1, 2]), seeds_as_text([1], [0, 1, 2]), seeds_as_text([1, 4, 7])
+    ('2', '1-1', '1,4,7')
+    """
+    if tuple(seeds) == tuple(usual[: len(seeds)]):
+        return str(len(seeds))
+    return f"{seeds[0]}-{seeds[0]}" if len(seeds) == 1 else ",".join(map(str, seeds))
+
+
 def read_tables(path: Path) -> Tables:
     """The tables of a config file; an unknown table is an error that suggests the nearest name."""
     if not path.exists():
