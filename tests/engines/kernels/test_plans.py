@@ -365,6 +365,17 @@ def test_equal_plans_are_chosen_by_preference():
     assert choose(candidates, {"layers": 2.0, "stacked": 1.0, "loop": 1.1}).name == "stacked"
 
 
+def test_a_plan_that_was_slow_for_a_moment_is_measured_again(monkeypatch):
+    from coterie.engines import plans
+
+    spent = {"native": [30.0, 2.0], "layers": [40.0, 5.0], "stacked": [14.0, 15.0], "loop": [60.0]}
+    monkeypatch.setattr(plans, "_time", lambda engine, candidate: spent[candidate.name].pop(0))
+    setup = setup_of(__import__("coterie").FedAvg())
+    engine = make_engine("loop", setup.task(), setup.federation(), "cpu", {})
+    found = plans._compare(engine, [plans.Candidate(name, lambda: None) for name in spent])
+    assert found == {"native": 2.0, "layers": 5.0, "stacked": 14.0, "loop": 60.0}  # loop was far behind: measured once
+
+
 def test_what_a_plan_does_only_once_is_not_measured(monkeypatch):
     from coterie.engines import plans
 
