@@ -95,6 +95,13 @@ def test_means_over_columns_need_all_of_them(tiny: Suite):
     assert cell(result(tiny, whole), "Magic", "both", "means")["published"] == {"accuracy": 98.5}
 
 
+def test_a_mean_over_columns_is_over_the_seeds_that_all_of_them_have(tiny: Suite):
+    places = {"all/global-s0": summary(0.8), "all/global-s1": summary(0.9), "half/global-s1": summary(0.5)}
+    assert cell(result(tiny, places), "Global", "both", "means")["ours"]["accuracy"]["values"] == pytest.approx([70])
+    apart = {"all/global-s0": summary(0.8), "half/global-s1": summary(0.5)}
+    assert cell(result(tiny, apart), "Global", "both", "means")["ours"] == {}
+
+
 def test_a_cell_with_parts_is_their_mean_once_all_are_there(toml: Path):
     parts = '[[parts]]\nname = "px"\n[[parts]]\nname = "py"\nscenario.groups = 2\n'
     toml.write_text(toml.read_text().replace("groups = [4, 3]", "").replace("[[columns]]", f"{parts}\n[[columns]]", 1))

@@ -319,12 +319,18 @@ def _mean(suite: Suite, name: str, among: Sequence[str], row: Row, cells: Sequen
     for metric in suite.metrics if whole else ():
         if all(metric in cell["published"] for cell in whole):
             published[metric] = statistics.fmean(cell["published"][metric] for cell in whole)
-        counts = {cell["ours"][metric]["n"] if metric in cell["ours"] else 0 for cell in whole}
-        if len(counts) == 1 and 0 not in counts:
-            by_seed = zip(*(cell["ours"][metric]["values"] for cell in whole), strict=True)
-            ours[metric] = _spread([statistics.fmean(values) for values in by_seed])
+        if all(metric in cell["ours"] for cell in whole):
+            by_cell = [dict(zip(_seeds(cell), cell["ours"][metric]["values"], strict=True)) for cell in whole]
+            shared = [seed for seed in by_cell[0] if all(seed in values for values in by_cell)]
+            if shared:
+                ours[metric] = _spread([statistics.fmean(values[seed] for values in by_cell) for seed in shared])
     difference = _difference(suite, ours, published)
     return {"row": row.label, "column": name, "published": published, "ours": ours, "difference": difference}
+
+
+def _seeds(cell: Result) -> list[int]:
+    """The seeds of the values of a cell, in their order."""
+    return list(dict.fromkeys(int(place.rpartition("-s")[2]) for place in cell["runs"]))
 
 
 def _missing(spot: Spot, found: Found) -> Result:
