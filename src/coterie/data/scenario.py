@@ -510,7 +510,10 @@ def unit_pixels(dataset: Dataset, part: str) -> Dataset:
     """The dataset with its pixels scaled to 0 ... 1; DataError unless it holds square images of ten classes."""
     shape = dataset.input_shape
     if dataset.x.dtype != torch.uint8 or len(shape) != 3 or shape[-1] != shape[-2] or dataset.num_classes != 10:
-        raise DataError(f"{part} needs square images of ten classes; samples of {dataset.name} have shape {shape}.")
+        raise DataError(
+            f"{part} needs square images of ten classes, bytes of shape (channels, n, n); samples of {dataset.name} "
+            f"have shape {shape}, {dataset.num_classes} classes and the type {dataset.x.dtype}."
+        )
     return replace(dataset, mean=0.0, std=255.0)
 
 

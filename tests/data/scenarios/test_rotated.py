@@ -76,5 +76,5 @@ def test_only_square_images_can_be_rotated(height, width):
 
 
 def test_tables_cannot_be_rotated():
-    with pytest.raises(DataError, match=r"rotated needs square images, but samples of table have shape \(4,\)\."):
+    with pytest.raises(DataError, match=r"samples of table have shape \(4,\), not \(channels, n, n\)\."):
         partitioned(Dataset("table", torch.ones(20, 4), torch.zeros(20, dtype=torch.int64), num_classes=1))

@@ -24,7 +24,10 @@ class Rotated(Part):
     def configure(self, partition: Partition) -> None:
         shape = partition.dataset.input_shape
         if len(shape) != 3 or shape[-1] != shape[-2]:
-            raise DataError(f"rotated needs square images, but samples of {partition.dataset.name} have shape {shape}.")
+            raise DataError(
+                f"rotated needs square images, but samples of {partition.dataset.name} have shape {shape}, not "
+                "(channels, n, n)."
+            )
         angles = [360.0 * g / self.groups for g in range(self.groups)]
         views: list[View] = [() if angle == 0 else (Rotate(angle),) for angle in angles]
         partition.set_groups([f"r{angle:03.0f}" for angle in angles], views)
