@@ -15,7 +15,7 @@ from coterie.engines.cache import private_folder
 from coterie.engines.kernels import native
 from coterie.engines.kernels.native import NativeKernel, NativePlan, NotNative
 from coterie.nets.flat import Network, cross_entropy, mse
-from tests.engines.kernels.test_plans import WORKS, deep_cnn, loop, odd_cnn, small_cnn, trained
+from tests.engines.kernels.test_plans import WORKS, deep_cnn, loop, mean_cnn, odd_cnn, small_cnn, trained
 from tests.helpers import ragged_federation, setup_of
 
 has_compiler = pytest.mark.skipif(
@@ -27,14 +27,14 @@ def mclr(input_shape, outputs):
     return nn.Sequential(nn.Flatten(), nn.Linear(16, outputs))
 
 
-def wide_cnn(input_shape, outputs):
+def wide_cnn(input_shape, outputs, pool=nn.MaxPool2d):
     """Rows of more than one vector, kernels and pools of several sizes, channels that fill no block."""
     return nn.Sequential(
         nn.Conv2d(1, 5, 5, padding=1),
         nn.ReLU(),
-        nn.MaxPool2d(2),
+        pool(2),
         nn.Conv2d(5, 9, (3, 2), stride=(1, 1), padding=(2, 1)),
-        nn.MaxPool2d(3),
+        pool(3),
         nn.ReLU(),
         nn.Conv2d(9, 3, 3, stride=(2, 1), padding=1),
         nn.Flatten(),
@@ -44,13 +44,17 @@ def wide_cnn(input_shape, outputs):
     )
 
 
+def wide_mean_cnn(input_shape, outputs):
+    return wide_cnn(input_shape, outputs, nn.AvgPool2d)
+
+
 def threads(count):
     return lambda e: NativePlan(NativeKernel.of(e.network, e.task.loss, e.task.input_shape, count), 4, count)
 
 
 @has_compiler
 @pytest.mark.parametrize("work", WORKS)
-@pytest.mark.parametrize("model", [mclr, small_cnn, odd_cnn, deep_cnn])
+@pytest.mark.parametrize("model", [mclr, small_cnn, odd_cnn, deep_cnn, mean_cnn])
 def test_it_trains_as_the_loop_does(model, work):
     expected = trained(loop, model, WORKS[work])
     assert torch.allclose(trained(threads(1), model, WORKS[work]), expected, rtol=1e-9, atol=1e-12)
@@ -59,7 +63,8 @@ def test_it_trains_as_the_loop_does(model, work):
 @has_compiler
 @pytest.mark.parametrize("march", ["native", "x86-64-v3", "x86-64"])
 @pytest.mark.parametrize("work", ["momentum", "maml"])
-def test_every_width_of_vectors_and_rows_longer_than_one(march, work, monkeypatch):
+@pytest.mark.parametrize("model", [wide_cnn, wide_mean_cnn])
+def test_every_width_of_vectors_and_rows_longer_than_one(model, march, work, monkeypatch):
     import platform
 
     if march != "native" and platform.machine() != "x86_64":
@@ -67,8 +72,8 @@ def test_every_width_of_vectors_and_rows_longer_than_one(march, work, monkeypatc
     monkeypatch.setattr(native, "_FLAGS", tuple(f.replace("native", march) for f in native._FLAGS))
     monkeypatch.setattr(native, "_loaded", {})
     federation = ragged_federation(shape=(1, 42, 43), clients=3)
-    expected = trained(loop, wide_cnn, WORKS[work], federation)
-    found = trained(threads(1), wide_cnn, WORKS[work], federation)
+    expected = trained(loop, model, WORKS[work], federation)
+    found = trained(threads(1), model, WORKS[work], federation)
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -126,13 +131,19 @@ def pool_first(input_shape, outputs):
     return nn.Sequential(*first, nn.Flatten(), nn.Linear(3, outputs))
 
 
+def mean_first(input_shape, outputs):
+    """As `pool_first`, with means."""
+    first = [nn.AvgPool2d(2), nn.Conv2d(1, 3, 1, padding=1), nn.ReLU(), nn.AvgPool2d(3)]
+    return nn.Sequential(*first, nn.Flatten(), nn.Linear(3, outputs))
+
+
 def dense_only(input_shape, outputs):
     """More outputs than a tile has, none of them a multiple of it."""
     layers = [nn.Linear(16, 19), nn.ReLU(), nn.Linear(19, 7, bias=False), nn.ReLU(), nn.Linear(7, outputs)]
     return nn.Sequential(nn.Flatten(), *layers)
 
 
-NETWORKS = [mclr, dense_only, small_cnn, odd_cnn, deep_cnn, relu_first, pool_first]
+NETWORKS = [mclr, dense_only, small_cnn, odd_cnn, deep_cnn, mean_cnn, relu_first, pool_first, mean_first]
 
 
 def many(build, shape=(1, 4, 4), models=3, dtype=torch.float64, threads=2):
@@ -190,14 +201,15 @@ def test_a_search_follows_the_gradients_of_autograd(build, samples):
 
 @has_compiler
 @pytest.mark.parametrize("march", ["native", "x86-64-v3", "x86-64"])
-def test_a_search_with_every_width_of_vectors(march, monkeypatch):
+@pytest.mark.parametrize("model", [wide_cnn, wide_mean_cnn])
+def test_a_search_with_every_width_of_vectors(model, march, monkeypatch):
     import platform
 
     if march != "native" and platform.machine() != "x86_64":
         pytest.skip("another processor")
     monkeypatch.setattr(native, "_FLAGS", tuple(f.replace("native", march) for f in native._FLAGS))
     monkeypatch.setattr(native, "_loaded", {})
-    kernel, models, network = many(wide_cnn, (1, 42, 43), models=2)
+    kernel, models, network = many(model, (1, 42, 43), models=2)
     x, y = torch.randn(2, 5, 1, 42, 43, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
     mean = torch.zeros(1, 42, 43, dtype=torch.float64)
     expected = searched(network, models, x, y, mean, 0.1)

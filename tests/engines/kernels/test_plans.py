@@ -65,6 +65,19 @@ def deep_cnn(input_shape, outputs):
     )
 
 
+def mean_cnn(input_shape, outputs):
+    """Means of pools, behind a ReLU and behind a convolution; one that does not see the last row and column."""
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(3, 2, 2, padding=1),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(2, outputs),
+    )
+
+
 def normed(input_shape, outputs):
     return nn.Sequential(
         nn.Conv2d(1, 3, 3, padding=1),
@@ -190,7 +203,7 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("work", WORKS)
-@pytest.mark.parametrize("model", [small_cnn, odd_cnn, deep_cnn])
+@pytest.mark.parametrize("model", [small_cnn, odd_cnn, deep_cnn, mean_cnn])
 def test_every_plan_trains_as_the_loop_does(model, work, plan):
     expected = trained(loop, model, WORKS[work])
     found = trained(PLANS[plan], model, WORKS[work])
@@ -295,7 +308,16 @@ def test_what_layers_cannot_do_is_left_to_others():
         assert kernel(nn.Sequential(nn.Linear(4, 2), layer)) is None
     assert kernel(nn.Conv2d(2, 2, 3, groups=2)) is None
     assert kernel(nn.Sequential(nn.Conv2d(1, 2, 3, padding="same"), nn.Flatten(), nn.Linear(8, 2))) is None
-    assert kernel(nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(3, 2), nn.Flatten(), nn.Linear(8, 2))) is None
+    for pool in (nn.MaxPool2d(2), nn.AvgPool2d(2)):
+        assert kernel(nn.Sequential(nn.Conv2d(1, 2, 3), pool, nn.Flatten(), nn.Linear(8, 2))) is not None
+    for pool in (
+        nn.MaxPool2d(3, 2),
+        nn.AvgPool2d(3, 2),
+        nn.AvgPool2d(2, padding=1),
+        nn.AvgPool2d(2, ceil_mode=True),
+        nn.AvgPool2d(2, divisor_override=3),
+    ):
+        assert kernel(nn.Sequential(nn.Conv2d(1, 2, 3), pool, nn.Flatten(), nn.Linear(8, 2))) is None
     shared = nn.Linear(4, 4)
     assert kernel(nn.Sequential(shared, nn.ReLU(), shared)) is None
 

@@ -1,10 +1,10 @@
 """Hand-written stacked layers: gradients of c plain networks at once, fused with the update.
 
-For a `Sequential` of Flatten, Linear, ReLU, Conv2d and MaxPool2d under cross-entropy. Dense layers of all clients are
-one batched matrix product; a step of SGD adds `dY^T X` directly to the momentum (or the weights), so no gradient is
-ever stored. Convolutions are one grouped convolution, or one call per client: on a CPU the libraries are fastest at
-that, and on a GPU the calls of several clients run in parallel on streams. No autograd: nothing is traced, and
-threads can run it in parallel.
+For a `Sequential` of Flatten, Linear, ReLU, Conv2d, MaxPool2d and AvgPool2d under cross-entropy. Dense layers of all
+clients are one batched matrix product; a step of SGD adds `dY^T X` directly to the momentum (or the weights), so no
+gradient is ever stored. Convolutions are one grouped convolution, or one call per client: on a CPU the libraries are
+fastest at that, and on a GPU the calls of several clients run in parallel on streams. No autograd: nothing is traced,
+and threads can run it in parallel.
 
 `LayerKernel.of` returns None for any other network or loss; those use vmap or run one at a time.
 """
@@ -197,10 +197,10 @@ class LayerKernel:
         if isinstance(layer, nn.ReLU):
             out = self._elementwise(torch.relu, h)
             return out, out.tensor if isinstance(out, _Planes) else out
-        if isinstance(layer, nn.MaxPool2d):
+        if isinstance(layer, nn.MaxPool2d | nn.AvgPool2d):
             h = h if isinstance(h, _Planes) else self._images(h)
             assert isinstance(layer.kernel_size, int)
-            pool = _Pool(layer.kernel_size, self._lanes)
+            pool = _Pool(layer.kernel_size, isinstance(layer, nn.AvgPool2d), self._lanes)
             return pool.forward(h, keep), pool
         if isinstance(h, _Planes):  # from here on: nn.Flatten
             form = ("planes", (h.tensor.shape, h.tensor.dtype, h.clients))
@@ -224,7 +224,7 @@ class LayerKernel:
             return self._as_planes(images, len(own[0])) if were_planes else images
         if isinstance(layer, nn.ReLU):
             return self._elementwise(lambda d, out: _aten.threshold_backward(d, out, 0), delta, kept)
-        if isinstance(layer, nn.MaxPool2d):
+        if isinstance(layer, nn.MaxPool2d | nn.AvgPool2d):
             return kept.backward(delta)
         form, shape = kept
         if form == "planes":
@@ -433,10 +433,10 @@ class _Lanes:
 
 
 class _Pool:
-    """Max pooling without overlap. Of equal values the first gets the gradient, as in torch."""
+    """Pooling without overlap, by the mean or the maximum. Of equal values the first gets the gradient, as in torch."""
 
-    def __init__(self, size: int, lanes: _Lanes) -> None:
-        self._size, self._lanes = size, lanes
+    def __init__(self, size: int, is_mean: bool, lanes: _Lanes) -> None:
+        self._size, self._is_mean, self._lanes = size, is_mean, lanes
         self._kept: Any = None
 
     def forward(self, h: Any, keep: bool) -> Any:
@@ -457,12 +457,18 @@ class _Pool:
         return self._lanes.each(self._unpooled, delta, self._kept)
 
     def _pooled(self, x: Tensor, keep: bool) -> tuple[Tensor, Any]:
+        if self._is_mean:
+            return functional.avg_pool2d(x, self._size), x
         if self._size == 2 and not x.is_cuda:
             return _halved(x, keep)  # on a CPU torch's own kernel is several times slower
         out, index = functional.max_pool2d(x, self._size, return_indices=True)
         return out, (x, index)
 
     def _unpooled(self, delta: Tensor, kept: Any) -> Tensor:
+        if self._is_mean:
+            squares = [self._size, self._size]
+            spread: Tensor = _aten.avg_pool2d_backward(delta, kept, squares, squares, [0, 0], False, True, None)
+            return spread
         if self._size == 2 and not delta.is_cuda:
             return _doubled(delta, *kept)
         x, index = kept
@@ -528,8 +534,14 @@ def _is_plain(layer: nn.Module) -> bool:
     if type(layer) is nn.Conv2d:
         plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
         return plain and not isinstance(layer.padding, str)
+    if type(layer) is nn.AvgPool2d:
+        return _is_tiled(layer) and layer.divisor_override is None
     if type(layer) is nn.MaxPool2d:
-        size = layer.kernel_size
-        same = isinstance(size, int) and layer.stride == size and not layer.padding
-        return same and not layer.ceil_mode and layer.dilation == 1 and not layer.return_indices
+        return _is_tiled(layer) and layer.dilation == 1 and not layer.return_indices
     return type(layer) in (nn.Linear, nn.ReLU)
+
+
+def _is_tiled(pool: nn.MaxPool2d | nn.AvgPool2d) -> bool:
+    """Square pools side by side, without overlap, border or a cut-off last row."""
+    tiled = isinstance(pool.kernel_size, int) and pool.stride == pool.kernel_size
+    return tiled and not pool.padding and not pool.ceil_mode

@@ -1,6 +1,6 @@
 // Training of plain networks on a CPU, one client after another, several clients at a time by threads.
 //
-// A network is a table of layers: first those over pictures (convolution, ReLU, max pooling, closed by Flatten), sample
+// A network is a table of layers: first those over pictures (convolution, ReLU, pooling, closed by Flatten), sample
 // by sample, then those over vectors (linear, ReLU), the whole batch at once. Everything a client needs stays in the
 // cache of the core that trains it: weights are laid out with rows of whole vectors (the rest is zero and stays zero),
 // samples are read where they lie, and the gradient of a dense layer goes from registers straight into the momentum and
@@ -228,7 +228,7 @@ static void outer_by_rows(i64 rows, i64 columns, i64 depth, const real* a, i64 d
 
 // ---- the network ----
 
-enum Kind { LINEAR = 0, CONV = 1, RELU = 2, POOL = 3, FLATTEN = 4 };
+enum Kind { LINEAR = 0, CONV = 1, RELU = 2, MAX_POOL = 3, FLATTEN = 4, MEAN_POOL = 5 };
 
 struct Layer {
   i64 kind;
@@ -238,6 +238,8 @@ struct Layer {
   i64 weight, bias;                          // places among the parameters; -1: none
 };
 constexpr int FIELDS = sizeof(Layer) / sizeof(i64);
+
+static inline real share(const Layer& l) { return (real)1 / (l.high * l.wide); }  // of a pixel in the mean of a pool
 
 struct Slot {  // a parameter: as it comes, and where it lies padded
   i64 rows, columns, at;
@@ -585,8 +587,10 @@ struct Client {
         for (i64 c = 0; c < l.in_channels; c++)
           for (i64 j = 0; j < l.in_height * l.in_width; j++)
             to[c * next + j] = x[c * plane + j] < 0 ? 0 : x[c * plane + j];
-      } else if (l.kind == POOL) {
-        pool(l, x, plane, to, next);
+      } else if (l.kind == MAX_POOL) {
+        pool<false>(l, x, plane, to, next);
+      } else if (l.kind == MEAN_POOL) {
+        pool<true>(l, x, plane, to, next);
       } else {
         for (i64 c = 0; c < l.in_channels; c++)
           memcpy(to + c * l.in_height * l.in_width, x + c * plane, l.in_height * l.in_width * sizeof(real));
@@ -596,7 +600,8 @@ struct Client {
     }
   }
 
-  static void pool(const Layer& l, const real* x, i64 plane, real* to, i64 next) {
+  template <bool Mean> static void pool(const Layer& l, const real* x, i64 plane, real* to, i64 next) {
+    auto both = [](vec a, vec b) { return Mean ? a + b : most(a, b); };
     for (i64 c = 0; c < l.in_channels; c++)
       for (i64 y = 0; y < l.out_height; y++) {
         const real* from = x + c * plane + y * l.high * l.in_width;
@@ -606,26 +611,47 @@ struct Client {
             vec a = load(from + 2 * i), b = load(from + 2 * i + V);
             const real* below = from + l.in_width;
             vec c = load(below + 2 * i), d = load(below + 2 * i + V);
-            vec e = most(PICK(a, b, EVEN), PICK(a, b, ODD)), f = most(PICK(c, d, EVEN), PICK(c, d, ODD));
-            store(row + i, most(e, f));
+            vec e = both(PICK(a, b, EVEN), PICK(a, b, ODD)), f = both(PICK(c, d, EVEN), PICK(c, d, ODD));
+            store(row + i, Mean ? both(e, f) * share(l) : both(e, f));
           }
           continue;
         }
         for (i64 i = 0; i < l.out_width; i++) {
-          real best = from[i * l.wide];
+          real found = Mean ? 0 : from[i * l.wide];
           for (i64 ky = 0; ky < l.high; ky++)
             for (i64 kx = 0; kx < l.wide; kx++) {
               real v = from[ky * l.in_width + i * l.wide + kx];
-              best = v > best ? v : best;
+              found = Mean ? found + v : std::max(found, v);
             }
-          row[i] = best;
+          row[i] = Mean ? found * share(l) : found;
         }
       }
   }
 
+  // Each pixel of a pool gets its share of the gradient. In whole vectors, as in `max_pool_back`.
+  static void mean_pool_back(const Layer& l, i64 plane, const real* delta, i64 next, real* below) {
+    memset(below, 0, l.in_channels * plane * sizeof(real));
+    for (i64 c = 0; c < l.in_channels; c++)
+      for (i64 y = 0; y < l.out_height; y++) {
+        const real* from = delta + c * next + y * l.out_width;
+        real* to = below + c * plane + y * l.high * l.in_width;
+        if (l.high == 2) {
+          for (i64 i = (l.out_width - 1) / V * V; i >= 0; i -= V) {
+            vec d = only(load(from + i), lanes(0, l.out_width - i)) * share(l);
+            for (real* row : {to + 2 * i, to + l.in_width + 2 * i})
+              store(row, PICK(d, d, LOW)), store(row + V, PICK(d, d, HIGH));
+          }
+          continue;
+        }
+        for (i64 ky = 0; ky < l.high; ky++)
+          for (i64 i = 0; i < l.out_width; i++)
+            for (i64 kx = 0; kx < l.wide; kx++) to[ky * l.in_width + i * l.wide + kx] = from[i] * share(l);
+      }
+  }
+
   // Of equal values the first one gets the gradient.
-  static void pool_back(const Layer& l, const real* x, i64 plane, const real* top,
-                        const real* delta, i64 next, real* below) {
+  static void max_pool_back(const Layer& l, const real* x, i64 plane, const real* top,
+                            const real* delta, i64 next, real* below) {
     memset(below, 0, l.in_channels * plane * sizeof(real));
     for (i64 c = 0; c < l.in_channels; c++)
       for (i64 y = 0; y < l.out_height; y++) {
@@ -788,8 +814,11 @@ struct Client {
       } else if (l.kind == RELU) {
         const real* y = mine + net.out[i];
         for (i64 j = 0; j < l.in_channels * next; j++) now[j] = y[j] <= 0 ? 0 : now[j];
-      } else if (l.kind == POOL) {
-        pool_back(l, x, plane, mine + net.out[i], now, next, below);
+      } else if (l.kind == MAX_POOL) {
+        max_pool_back(l, x, plane, mine + net.out[i], now, next, below);
+        std::swap(now, below);
+      } else if (l.kind == MEAN_POOL) {
+        mean_pool_back(l, plane, now, next, below);
         std::swap(now, below);
       } else {
         const Slot& slot = net.slots[l.weight];
@@ -936,6 +965,7 @@ struct Lanes {
   static i64 around_width(const Layer& l) { return l.in_width + l.wide - 1; }
   static bool has_border(const Layer& l) { return l.pad_y || l.pad_x; }
   bool is(i64 i, Kind kind) const { return i >= 0 && i < count && net.layers[i].kind == kind; }
+  bool is_pool(i64 i) const { return is(i, MAX_POOL) || is(i, MEAN_POOL); }
 
   // Over the first `count` layers; its memory begins at `first`.
   Lanes(const Net& net, Memory& memory, i64 count, size_t first) : net(net), count(count) {
@@ -1025,7 +1055,7 @@ struct Lanes {
         }
         Window window{in, l.in_channels, height, width, weights + weight_at[i], l.out_channels, l.high, l.wide,
                       l.down, l.right, l.pad_y, l.pad_y + l.in_height, l.pad_x, l.pad_x + l.in_width};
-        bool clip = is(i + 1, RELU), pools = clip && is(i + 2, POOL);  // done together, while a row is in the cache
+        bool clip = is(i + 1, RELU), pools = clip && is_pool(i + 2);  // done together, while a row is in the cache
         const Layer& next = net.layers[pools ? i + 2 : i];
         real* pooled = output(pools ? i + 2 : i);
         windows(window, l.out_height, l.out_width, [=](i64 o, i64 y, i64 x, vec v) {
@@ -1042,7 +1072,7 @@ struct Lanes {
               [=](i64 o, vec v) { store(out + o * V, shift ? v + shift[o] : v); });
       } else if (l.kind == RELU) {
         for (i64 j = 0; j < inside(l); j++) store(out + j * V, most(load(in + j * V), vec{}));
-      } else if (l.kind == POOL) {
+      } else if (is_pool(i)) {
         for (i64 c = 0; c < l.in_channels; c++)
           for (i64 y = 0; y < l.out_height; y++) pool_row(l, c, y, in, out);
       }
@@ -1069,10 +1099,13 @@ struct Lanes {
     const real* from = in + (c * l.in_height + y * l.high) * l.in_width * V;
     real* to = out + (c * l.out_height + y) * l.out_width * V;
     for (i64 i = 0; i < l.out_width; i++, from += l.wide * V, to += V) {
-      vec best = load(from);
+      vec top = load(from), sum = {};
       for (i64 ky = 0; ky < l.high; ky++)
-        for (i64 kx = 0; kx < l.wide; kx++) best = most(best, load(from + (ky * l.in_width + kx) * V));
-      store(to, best);
+        for (i64 kx = 0; kx < l.wide; kx++) {
+          vec v = load(from + (ky * l.in_width + kx) * V);
+          top = most(top, v), sum += v;
+        }
+      store(to, l.kind == MEAN_POOL ? sum * share(l) : top);
     }
   }
 
@@ -1107,7 +1140,7 @@ struct Lanes {
           vec d = load(now + j * V);
           store(now + j * V, load(out + j * V) <= vec{} ? vec{} : d);
         }
-      } else if (l.kind == POOL) {
+      } else if (is_pool(i)) {
         const Layer& conv = net.layers[i < 2 ? 0 : i - 2];
         // Through pooling and ReLU at once, straight to where the convolution needs the gradient.
         if (is(i - 1, RELU) && is(i - 2, CONV) && conv.down == 1 && conv.right == 1 && conv.pad_y < conv.high &&
@@ -1127,7 +1160,8 @@ struct Lanes {
     return now;
   }
 
-  // Of equal values the first one gets the gradient. `to`: a picture of rows of `width`; Clip: back through a ReLU too.
+  // Of equal values of a maximum the first one gets the gradient. `to`: a picture of rows of `width`; Clip: back through
+  // a ReLU too.
   template <bool Clip>
   static void pool_back(const Layer& l, const real* in, const real* out, const real* delta, real* to, i64 height,
                         i64 width) {
@@ -1137,7 +1171,17 @@ struct Lanes {
         real* row = to + (c * height + y * l.high) * width * V;
         i64 at = (c * l.out_height + y) * l.out_width * V;
         for (i64 i = 0; i < l.out_width; i++, at += V, from += l.wide * V, row += l.wide * V) {
-          vec best = load(out + at), d = load(delta + at);
+          vec d = load(delta + at);
+          if (l.kind == MEAN_POOL) {
+            d *= share(l);
+            for (i64 ky = 0; ky < l.high; ky++)
+              for (i64 kx = 0; kx < l.wide; kx++) {
+                places mine = Clip ? (places)(load(from + (ky * l.in_width + kx) * V) > vec{}) : ~places{};
+                store(row + (ky * width + kx) * V, only(d, mine));
+              }
+            continue;
+          }
+          vec best = load(out + at);
           places free = Clip ? (places)(best > vec{}) : ~places{};
           for (i64 ky = 0; ky < l.high; ky++)
             for (i64 kx = 0; kx < l.wide; kx++) {

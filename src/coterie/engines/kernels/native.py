@@ -1,8 +1,8 @@
 """Plain networks trained by a small C++ program, compiled for the processor of this machine (`native.cpp`).
 
-For the networks of `layers.py` (Linear, ReLU, Conv2d, MaxPool2d, Flatten under cross-entropy), on a CPU. One thread
-trains a client from its first step to its last, so that its model and batch stay in the cache of one core; several
-threads train several clients. Results do not depend on the number of threads.
+For the networks of `layers.py` (Linear, ReLU, Conv2d, MaxPool2d, AvgPool2d, Flatten under cross-entropy), on a CPU.
+One thread trains a client from its first step to its last, so that its model and batch stay in the cache of one core;
+several threads train several clients. Results do not depend on the number of threads.
 
 The program is compiled once per machine and user (some seconds, then kept in the cache folder) by the C++ compiler in
 `CXX`, or else c++, g++ or clang++. Without a compiler, or a folder that only this user can write to, the engine uses
@@ -38,7 +38,14 @@ from coterie.nets.flat import Loss, Network
 from coterie.trust import write_whole
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
-_KINDS: dict[type[nn.Module], int] = {nn.Linear: 0, nn.Conv2d: 1, nn.ReLU: 2, nn.MaxPool2d: 3, nn.Flatten: 4}
+_KINDS: dict[type[nn.Module], int] = {
+    nn.Linear: 0,
+    nn.Conv2d: 1,
+    nn.ReLU: 2,
+    nn.MaxPool2d: 3,
+    nn.Flatten: 4,
+    nn.AvgPool2d: 5,
+}
 _WORKS = (SGD, Proximal, Corrected, FirstOrderMAML)  # other work makes its steps in Python, with gradients from here
 
 _SAMPLE_BYTES = 32 << 20  # of samples gathered at a time
@@ -302,7 +309,7 @@ class NativePlan(Plan):
 def _table(layers: Sequence[nn.Module], shape: tuple[int, ...]) -> Tensor | None:
     """The table of layers with all shapes; None if the program does not support one."""
     size = (*shape, 1, 1) if len(shape) == 1 else shape
-    images = any(isinstance(layer, nn.Conv2d | nn.MaxPool2d) for layer in layers)
+    images = any(isinstance(layer, nn.Conv2d | nn.MaxPool2d | nn.AvgPool2d) for layer in layers)
     if len(size) != 3 or not isinstance(layers[-1], nn.Linear):
         return None
     if not images:
@@ -329,7 +336,7 @@ def _table(layers: Sequence[nn.Module], shape: tuple[int, ...]) -> Tensor | None
             kernel = (high, wide, down, right, pad_y, pad_x)
             rows_out, columns_out = (size[1] + 2 * pad_y - high) // down + 1, (size[2] + 2 * pad_x - wide) // right + 1
             size = (layer.out_channels, rows_out, columns_out)
-        elif isinstance(layer, nn.MaxPool2d):
+        elif isinstance(layer, nn.MaxPool2d | nn.AvgPool2d):
             pool = layer.kernel_size
             assert isinstance(pool, int)
             kernel = (pool, pool, pool, pool, 0, 0)
