@@ -218,6 +218,19 @@ def test_a_search_with_every_width_of_vectors(model, march, monkeypatch):
 
 
 @has_compiler
+@pytest.mark.parametrize("samples", [1, 20, 70])
+@pytest.mark.parametrize("build", NETWORKS)
+def test_gradients_of_samples_are_those_of_autograd(build, samples):
+    kernel, models, network = many(build)
+    x = torch.randn(3, samples, 1, 4, 4, dtype=torch.float64, requires_grad=True)
+    y, mean = torch.arange(samples) % 3, torch.randn(1, 4, 4, dtype=torch.float64)
+    outputs = torch.cat([network(network.layout.unpack(m), own) for m, own in zip(models, x, strict=True)])
+    losses = nn.functional.cross_entropy(outputs, y.repeat(3), reduction="sum")
+    (expected,) = torch.autograd.grad(losses + 0.3 * (x - mean).flatten(2).norm(dim=2).sum(), [x])
+    assert torch.allclose(kernel.input_gradients(models, x.detach(), y, mean, 0.3), expected, rtol=0, atol=1e-12)
+
+
+@has_compiler
 def test_a_sample_is_searched_as_if_alone_and_threads_change_nothing():
     kernel, models, network = many(small_cnn, dtype=torch.float32)
     x, y, mean = torch.randn(3, 40, 1, 4, 4), torch.arange(40) % 3, torch.zeros(1, 4, 4)

@@ -258,10 +258,11 @@ def test_search_in_pieces_is_search_at_once(stacked):
         np.testing.assert_allclose(made("search", forward, centers, at_once=at_once), whole, atol=1e-9)
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_compiled_search_is_that_of_autograd(dtype):
+def test_the_compiled_program_gives_the_samples_of_autograd(sampler, dtype):
     centers = centers_of("conv", dtype=dtype)
-    fast, slow = (made("search", forward_of(make("conv"), dtype, stacked=how), centers) for how in (None, True))
+    fast, slow = (made(sampler, forward_of(make("conv"), dtype, stacked=how), centers) for how in (None, True))
     # In float32 a gradient that is nearly 0 may round to another sign, and Adam steps by signs at first.
     apart = (fast - slow).abs().flatten()
     assert apart.quantile(0.95) < (1e-3 if dtype == torch.float32 else 1e-9)

@@ -1217,6 +1217,29 @@ static inline void softmax(const real* outputs, i64 lane, i64 classes, real* to)
   for (i64 j = 0; j < classes; j++) to[j] /= total;
 }
 
+// Calls use(j, g) for each input j with the gradient, in each lane, of its sample's cross-entropy + pull * ||x - mean||.
+// `labels` of the first `count` lanes; the others have the last label. `shares`: room for the classes.
+template <class Use>
+static void input_gradient(Lanes& lanes, const i64* labels, i64 count, const real* mean, double pull,
+                           std::vector<real>& shares, Use use) {
+  const i64 size = lanes.net.sample, classes = lanes.net.outputs;
+  const real* y = lanes.forward();
+  for (i64 lane = 0; lane < V; lane++) {
+    i64 label = labels[std::min(lane, count - 1)];
+    softmax(y, lane, classes, shares.data());
+    for (i64 j = 0; j < classes; j++) lanes.one[j * V + lane] = shares[j] - (j == label);
+  }
+  const real* gradient = lanes.backward();
+  vec length = {}, near = {};
+  for (i64 j = 0; j < size; j++) {
+    vec apart = load(lanes.x + j * V) - mean[j];
+    length += apart * apart;
+  }
+  length = root(length);
+  for (int lane = 0; lane < V; lane++) near[lane] = length[lane] > 0 ? (real)pull / length[lane] : 0;
+  for (i64 j = 0; j < size; j++) use(j, load(gradient + j * V) + near * (load(lanes.x + j * V) - mean[j]));
+}
+
 // ---- the order of samples: as `coterie.randomness` has it, bit by bit ----
 
 typedef uint64_t u64;
@@ -1412,14 +1435,14 @@ int search(const i64* table, i64 layers, i64 models, i64 threads, const i64* off
            const real* floor, i64 steps) {
   try {
     Net net(table, layers);
-    const i64 share = 4 * V, size = net.sample, classes = net.outputs;  // share: samples of one piece of work
+    const i64 share = 4 * V, size = net.sample;  // share: samples of one piece of work
     i64 pieces = (samples + share - 1) / share;
     return over_clients(models * pieces, threads, [&](i64 number, Memory& memory) {
       i64 i = number / pieces, first = number % pieces * share, last = std::min(first + share, samples);
       Lanes lanes(net, memory, layers, 0);
       lanes.take(offsets, flat + i * flat_step);
       real *m = memory.take(8, size * V), *v = memory.take(9, size * V);
-      std::vector<real> shares(classes);
+      std::vector<real> shares(net.outputs);
       for (i64 begin = first; begin < last; begin += V) {
         i64 count = std::min<i64>(V, last - begin);
         real* own = x + (i * samples + begin) * size;
@@ -1428,33 +1451,46 @@ int search(const i64* table, i64 layers, i64 models, i64 threads, const i64* off
         const real* mine[V];
         for (i64 lane = 0; lane < count; lane++) mine[lane] = own + lane * size;
         lanes.put(mine, count);
-        for (i64 at = 0; at < steps; at++) {
-          const real* y = lanes.forward();
-          for (i64 lane = 0; lane < V; lane++) {
-            i64 label = labels[begin + std::min(lane, count - 1)];
-            softmax(y, lane, classes, shares.data());
-            for (i64 j = 0; j < classes; j++) lanes.one[j * V + lane] = shares[j] - (j == label);
-          }
-          const real* gradient = lanes.backward();
-          vec length = {}, near = {};
-          for (i64 j = 0; j < size; j++) {
-            vec apart = load(lanes.x + j * V) - mean[j];
-            length += apart * apart;
-          }
-          length = root(length);
-          for (int lane = 0; lane < V; lane++) near[lane] = length[lane] > 0 ? (real)pull / length[lane] : 0;
-          for (i64 j = 0; j < size; j++) {
+        for (i64 at = 0; at < steps; at++)
+          input_gradient(lanes, labels + begin, count, mean, pull, shares, [&](i64 j, vec g) {
             vec now = load(lanes.x + j * V), speed = load(m + j * V), power = load(v + j * V);
-            vec g = load(gradient + j * V) + near * (now - mean[j]);
             speed += (real)0.1 * (g - speed);
             power = (real)0.999 * power + (real)0.001 * g * g;
             store(m + j * V, speed);
             store(v + j * V, power);
             store(lanes.x + j * V, now - speed / (root(power) * slope[at] + floor[at]));
-          }
-        }
+          });
         for (i64 lane = 0; lane < count; lane++)
           for (i64 j = 0; j < size; j++) own[lane * size + j] = lanes.x[j * V + lane];
+      }
+    });
+  } catch (...) {
+    return 1;
+  }
+}
+
+// Gradients [models, samples, D] of the losses of `search` with respect to the samples x, each of its own loss.
+int input_gradients(const i64* table, i64 layers, i64 models, i64 threads, const i64* offsets, const real* flat,
+                    i64 flat_step, i64 samples, const real* x, const i64* labels, const real* mean, double pull,
+                    real* result) {
+  try {
+    Net net(table, layers);
+    const i64 share = 4 * V, size = net.sample;  // share: samples of one piece of work
+    i64 pieces = (samples + share - 1) / share;
+    return over_clients(models * pieces, threads, [&](i64 number, Memory& memory) {
+      i64 i = number / pieces, first = number % pieces * share, last = std::min(first + share, samples);
+      Lanes lanes(net, memory, layers, 0);
+      lanes.take(offsets, flat + i * flat_step);
+      std::vector<real> shares(net.outputs);
+      for (i64 begin = first; begin < last; begin += V) {
+        i64 count = std::min<i64>(V, last - begin);
+        const real* mine[V];
+        for (i64 lane = 0; lane < count; lane++) mine[lane] = x + (i * samples + begin + lane) * size;
+        lanes.put(mine, count);
+        real* to = result + (i * samples + begin) * size;
+        input_gradient(lanes, labels + begin, count, mean, pull, shares, [&](i64 j, vec g) {
+          for (i64 lane = 0; lane < count; lane++) to[lane * size + j] = g[lane];
+        });
       }
     });
   } catch (...) {

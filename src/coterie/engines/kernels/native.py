@@ -226,6 +226,14 @@ class NativeKernel:
         weights, samples = (self._offsets, flat, flat.shape[1]), (x.shape[1], x, y, mean)
         self._call("search", len(x), self._threads, *weights, *samples, float(pull), slope, floor, len(slope))
 
+    def input_gradients(self, flat: Tensor, x: Tensor, y: Tensor, mean: Tensor, pull: float) -> Tensor:
+        """Gradients [c, n, ...] of the losses of `search` with respect to the samples, each of its own loss."""
+        flat, x, mean = (tensor.to(self._dtype).contiguous() for tensor in (flat, x, mean))
+        result = torch.empty_like(x)
+        weights, samples = (self._offsets, flat, flat.shape[1]), (x.shape[1], x, y.contiguous(), mean)
+        self._call("input_gradients", len(x), self._threads, *weights, *samples, float(pull), result)
+        return result
+
     def distances(
         self, flat: Tensor, x: Tensor, expected: Tensor, shares: Tensor | None = None, first: Tensor | None = None
     ) -> Tensor:

@@ -113,10 +113,17 @@ def generate(
     classes = (uniform(rng.at("classes").keys(turns), batch) * num_classes).long()  # [T, batch]
     inputs = conditioned(rng.at("noise").keys(turns), classes)  # [T, batch, noise + L]
 
+    mean = torch.as_tensor(prior_mean, dtype=centers.dtype).expand(shape)
+
     def step() -> None:
         now = adam.done  # a tensor, so that a recorded step reads the next batch when it is replayed
+        y = classes.index_select(0, now)[0]  # [batch]
         x = generators(inputs.index_select(0, now)[0], train=True).unflatten(-1, shape)  # [K, batch, ...]
-        losses = _losses(forward, centers, x, classes.index_select(0, now)[0], prior_weight, prior_mean)
+        if forward.compiled is not None:
+            above = forward.compiled.input_gradients(centers, x.detach(), y, mean, 0.5 * prior_weight) / batch
+            adam.update(*torch.autograd.grad(x, generators.weights, above))
+            return
+        losses = _losses(forward, centers, x, y, prior_weight, prior_mean)
         adam.update(*torch.autograd.grad(losses.mean(1).sum(), generators.weights))
 
     _repeat(step, iterations, recorded=centers.is_cuda and forward.stacked)
