@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coterie.cli import reproduce as module
 from coterie.methods.ifca import IFCA
+from coterie.reproduce.outcome import of_result
 from tests.reproduce.conftest import TEXT
 
 from .conftest import Command
@@ -149,17 +151,24 @@ def test_what_is_written_is_there_even_if_the_command_is_killed(
     assert len(result["missing"]) == 2
 
 
-def test_figures_of_runs_that_are_elsewhere_stay(command: Command, suite: str):
-    figures = 'figures = ["coterie.reproduce.figures:accuracy_by_round"]\n'
+@of_result
+def number_of_runs(result: dict[str, Any], runs: Path, folder: Path) -> list[Path]:
+    (folder / "number.txt").write_text(str(sum(len(cell["runs"]) for cell in result["cells"])))
+    return [folder / "number.txt"]
+
+
+def test_figures_of_runs_that_are_elsewhere_stay_and_those_of_the_result_are_drawn(command: Command, suite: str):
+    figures = f'figures = ["coterie.reproduce.figures:accuracy_by_round", "{__name__}:number_of_runs"]\n'
     Path(suite).write_text(figures + TEXT)
     command("reproduce", suite, "--seeds", "1", "--write", "docs", "--out", "one")
     before = json.loads(Path("docs/tiny/result.json").read_text())["figures"]
-    drawn = {name: Path("docs/tiny", name).read_bytes() for name in before}
+    assert before == ["accuracy-by-round.png", "number.txt"]
+    drawn, number = (Path("docs/tiny", name).read_bytes() for name in before)
     done = command("reproduce", suite, "--seeds", "2", "--write", "docs", "--out", "other")
-    assert "the figures of tiny are not drawn again: 4 of its runs are not here" in done.err
-    assert before
+    assert "figures of tiny that show runs stay: 4 of its runs are not here" in done.err
     assert json.loads(Path("docs/tiny/result.json").read_text())["figures"] == before
-    assert {name: Path("docs/tiny", name).read_bytes() for name in before} == drawn
+    assert Path("docs/tiny/accuracy-by-round.png").read_bytes() == drawn
+    assert (number, Path("docs/tiny/number.txt").read_bytes()) == (b"4", b"8")
 
 
 def test_rows_columns_and_scale(command: Command, suite: str):

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from coterie.errors import ConfigError, RunError, UnknownName
-from coterie.reproduce.outcome import Found, draw, measure, read_result, read_runs, read_written, result_of, write
+from coterie.reproduce.outcome import (
+    Found,
+    draw,
+    measure,
+    of_result,
+    read_result,
+    read_runs,
+    read_written,
+    result_of,
+    write,
+)
 from coterie.reproduce.page import page
 from coterie.reproduce.suite import Suite, read_suite
 
@@ -148,12 +158,20 @@ def figure(made: dict[str, Any], runs: Path, folder: Path) -> list[Path]:
     return [folder / "figure.txt"]
 
 
+@of_result
+def figure_of_result(made: dict[str, Any], runs: Path, folder: Path) -> list[Path]:
+    return [folder / f"{made['suite']}.txt"]
+
+
 def test_figures_are_functions_of_the_result_and_the_runs(toml: Path, tmp_path: Path):
     toml.write_text(f'figures = ["{__name__}:figure"]\n{toml.read_text()}')
     suite = read_suite(toml, "tiny")
     assert draw(suite, result(suite, {}), tmp_path / "runs", tmp_path) == [tmp_path / "figure.txt"]
     assert (tmp_path / "figure.txt").read_text() == "tiny runs"
-    toml.write_text(toml.read_text().replace(":figure", ":nothing"))
+    assert draw(suite, result(suite, {}), None, tmp_path) == []  # without runs
+    toml.write_text(toml.read_text().replace(":figure", ":figure_of_result"))
+    assert draw(read_suite(toml, "tiny"), {"suite": "tiny"}, None, tmp_path) == [tmp_path / "tiny.txt"]
+    toml.write_text(toml.read_text().replace(":figure_of_result", ":nothing"))
     with pytest.raises(ConfigError, match="cannot be loaded"):
         draw(read_suite(toml, "tiny"), {}, tmp_path, tmp_path)
 

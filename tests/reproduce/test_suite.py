@@ -61,11 +61,12 @@ def test_the_last_row_of_a_table_is_coterie_which_is_not_told_k(name: str):
 def test_methods_with_a_start_have_a_row_as_published_and_one_of_ours(name: str):
     suite = EVERY[name]
     modes: dict[str, set[bool]] = {}
+    stand_in = not any(any(row.published.values()) for row in suite.rows)  # of tables that have the published numbers
     for row in suite.rows:
         column = next(column for column in suite.columns if column.name in row.columns)
         if row.method not in (None, "coterie"):
             algorithm = settings_of(suite, row, column)["algorithm"]
-            is_published = any(row.published.values())  # other rows in the paper's mode are experiments
+            is_published = stand_in or any(row.published.values())  # other rows in the paper's mode are experiments
             if ("init" in algorithm and is_published) or row.label.endswith("our start"):
                 assert ("init" in algorithm) == (algorithm.get("guard") is False)
                 modes.setdefault(row.method, set()).add("init" in algorithm)

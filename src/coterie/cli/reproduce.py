@@ -213,17 +213,20 @@ class _Run:
         return result
 
     def _draw(self, suite: Suite, result: Result, found: Found, there: Path) -> None:
-        """Write a result, and draw its figures if all of its runs are here."""
+        """Write a result, and draw its figures: those that show runs only if all of them are here."""
         write(there, result)
+        runs: Path | None = self.root / suite.name
         used = {place for cell in result["cells"] for place in cell["runs"]}
         if suite.figures and (elsewhere := len(used - found.summaries.keys())):
-            say(f"the figures of {suite.name} are not drawn again: {elsewhere} of its runs are not here", self.hidden)
-            return
+            say(f"figures of {suite.name} that show runs stay: {elsewhere} of its runs are not here", self.hidden)
+            runs = None
         try:
-            result["figures"] = [path.name for path in draw(suite, result, self.root / suite.name, there)]
+            drawn = [path.name for path in draw(suite, result, runs, there)]
         except (DataError, MissingExtra, RunError) as error:
             say(f"no figures of {suite.name}: {error}")
-        write(there, result)
+        else:
+            result["figures"] = list(dict.fromkeys([*(result["figures"] if runs is None else ()), *drawn]))
+            write(there, result)
 
     def _run(
         self,

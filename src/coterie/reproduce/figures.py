@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.reproduce.outcome import of_result
 from coterie.reproduce.suite import key_of
 from coterie.runs.reading import RunData, read_run
 from coterie.views import plots
@@ -233,6 +234,7 @@ def _widen_left(figure: Figure, names: Iterable[str]) -> None:
 # ---- scores by column ----
 
 
+@of_result
 def accuracy_by_column(result: Result, runs: Path, folder: Path) -> list[Path]:
     """The metrics of a table whose columns are numbers, as lines (FedDSMIC's Figs. 6 and 7, MD-ICFL's table 6).
 

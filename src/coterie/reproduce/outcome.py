@@ -46,7 +46,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from coterie.errors import ConfigError, RunError, UnknownName
 from coterie.reproduce.page import Result, page
@@ -57,6 +57,7 @@ from coterie.runs.metrics import METRICS, NUMBER, PERCENT, Format
 SCHEMA = 1
 RESULT, TABLE = "result.json", "table.md"
 Summary = Mapping[str, Any]
+Draw = TypeVar("Draw", bound=Callable[..., list[Path]])
 
 
 @dataclass(frozen=True)
@@ -384,11 +385,17 @@ def read_result(folder: Path) -> Result | None:
     return found
 
 
-def draw(suite: Suite, result: Result, runs: Path, folder: Path) -> list[Path]:
+def of_result(figure: Draw) -> Draw:
+    """Mark a figure that reads only the result: it is drawn even where the folders of the runs are gone."""
+    figure.__dict__["of_result"] = True
+    return figure
+
+
+def draw(suite: Suite, result: Result, runs: Path | None, folder: Path) -> list[Path]:
     """Draw the figures of a suite into a folder: each function is called with (result, runs, folder).
 
-    `result` is the content of result.json, `runs` the folder with the runs (`Spot.place` says where). A function
-    returns the files that it wrote.
+    `result` is the content of result.json, `runs` the folder with the runs (`Spot.place` says where); without it, only
+    the figures marked with `of_result` are drawn. A function returns the files that it wrote.
     """
     found: list[Path] = []
     for name in suite.figures:
@@ -397,5 +404,6 @@ def draw(suite: Suite, result: Result, runs: Path, folder: Path) -> list[Path]:
             make = getattr(import_module(module), function)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"The figure '{name}' of {suite.name} cannot be loaded: {error}.") from error
-        found += make(result, runs, folder)
+        if runs is not None or getattr(make, "of_result", False):
+            found += make(result, runs, folder)
     return found
