@@ -41,6 +41,7 @@ def cell(
         "ours": ours,
         "difference": {key: ours[key]["mean"] - value for key, value in published.items() if key in ours},
         "bytes": None if accuracy is None else {"mean": sent},
+        "runs": [] if accuracy is None else [f"{method}-s0", f"{method}-s1"],
     }
     return row | more
 
@@ -165,7 +166,7 @@ def test_the_page_shows_ours_published_and_difference(two: list[dict[str, Any]])
     assert page.count("<th class") == 4 + 3
     assert '<td class="number best" data-value="95" data-regret="0" data-rank="1" data-share="3"' in page
     assert "<option>Paper of a</option><option>Paper of b</option>" in page
-    assert "1 runs missing" in page
+    assert "12 of 13 runs" in page
     assert "+1.50 (ifca, all)" in page
     assert "http" not in page.replace("http-equiv", "")
 
@@ -187,11 +188,16 @@ def test_the_list_of_suites(two: list[dict[str, Any]]):
     quick = result("c/t", cell("fedavg", 50.0, published={"accuracy": 52.0}), scale=0.1)
     text = index_text([*two, quick])
     assert (
-        "| [a/table1](a/table1/table.md) | Paper of a. Title of a/table1 | 1 runs missing | 0, 1 | 2026-11-16 |" in text
+        "| [a/table1](a/table1/table.md) | Paper of a. Title of a/table1 | 12 of 13 runs | 0, 1 | 2026-11-16 |" in text
     )
     assert "| x86_64, 2 threads a run | +1.50 (ifca, all) |" in text
-    assert "| complete, quick look (scale 0.1) |" in text
+    assert "| all 2 runs, quick look (scale 0.1) |" in text
     assert text.rstrip().endswith("| -2.00 (fedavg, all) |")
+
+
+def test_a_part_of_a_shipped_suite_is_not_called_all_of_it():
+    text = index_text([result("md_icfl/table4", cell("fedavg", 91.0, "R = 1"))])
+    assert "| 2 of 63 runs |" in text
 
 
 def test_the_figure_has_a_point_for_every_line_and_a_dot_for_every_cell(two: list[dict[str, Any]]):

@@ -27,6 +27,7 @@ from coterie.reproduce.outcome import (
     read_runs,
     read_written,
     result_of,
+    runs_in,
     write,
 )
 from coterie.reproduce.page import Result, tables_of
@@ -361,11 +362,7 @@ def _state(suite: Suite, root: Path, results: Path, folder: Path) -> dict[str, A
     done = sum((root / suite.name / spot.place / "summary.json").exists() for spot in spots)
     here, written = read_result(root / suite.name), read_result(results / suite.name)
     found = [result for result in (here, written) if result is not None]
-    seeds = [
-        max((one["n"] for one in cell["ours"].values()), default=int(cell["rounds"] is not None))  # without metrics
-        for cell in (written or {}).get("cells", [])
-    ]
-    most = min(len(spots), max(done, sum(seeds) * max(1, len(suite.parts))))
+    most = min(len(spots), max(done, 0 if written is None else runs_in(written)))
     return {
         "name": suite.name,
         "paper": suite.paper,

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from coterie.errors import MissingExtra, RunError, StorageError
-from coterie.reproduce.outcome import RESULT, TABLE, read_result
+from coterie.reproduce.outcome import RESULT, TABLE, read_result, runs_in
 from coterie.reproduce.page import Result
-from coterie.reproduce.suite import AS_PUBLISHED
+from coterie.reproduce.suite import AS_PUBLISHED, find_suites, suite_names
 from coterie.settings import counted
 from coterie.views.report.page import shell, source_hash, static
 from coterie.views.words import markdown_table, size_text
@@ -198,8 +198,8 @@ def _facts(result: Result) -> dict[str, str]:
     ]
     value, where = max(differences, key=lambda one: abs(one[0]), default=(None, ""))
     threads = counted(machine.get("threads") or 1, "thread")
-    missing = len(result["missing"])
-    state = "complete" if not missing else f"{missing} runs missing"
+    done, total = runs_in(result), _runs_of_suite(result)
+    state = f"all {counted(total, 'run')}" if done >= total else f"{done} of {counted(total, 'run')}"
     return {
         "state": state if result["scale"] == 1 else f"{state}, quick look (scale {result['scale']:g})",
         "seeds": ", ".join(map(str, result["seeds"])),
@@ -207,6 +207,14 @@ def _facts(result: Result) -> dict[str, str]:
         "machine": str(machine.get("gpu") or f"{machine.get('processor')}, {threads} a run"),
         "worst difference": "-" if value is None else f"{value:+.2f} ({where})",
     }
+
+
+def _runs_of_suite(result: Result) -> int:
+    """The runs of the whole suite; of one that is not shipped, those that the result was made for."""
+    if result["suite"] not in suite_names():
+        return runs_in(result) + len(result["missing"])
+    (suite,) = find_suites([result["suite"]])
+    return len(suite.spots(suite.chosen(), suite.seeds))
 
 
 def index_text(results: Sequence[Result]) -> str:

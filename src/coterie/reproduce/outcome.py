@@ -385,6 +385,11 @@ def read_result(folder: Path) -> Result | None:
     return found
 
 
+def runs_in(result: Result) -> int:
+    """The number of finished runs that a result has."""
+    return sum(len(cell["runs"]) for cell in result["cells"])
+
+
 def of_result(figure: Draw) -> Draw:
     """Mark a figure that reads only the result: it is drawn even where the folders of the runs are gone."""
     figure.__dict__["of_result"] = True
