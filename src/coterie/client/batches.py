@@ -271,10 +271,24 @@ class Batches:
         """The samples that `table` refers to."""
         return self._data.rendered()
 
-    def own_samples(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The samples of these clients only, as they see them: inputs, labels, first row of each client."""
-        x, y = self._samples(self._positions())
-        return x.flatten(0, 1), y.flatten(0, 1), torch.arange(len(self.start)) * self._width
+    def own_samples(self, *, all_of_them: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """The samples of these clients only, as they see them: inputs, labels, first row of each client.
+
+        Without `all_of_them`, rows that no batch of this stream needs may be left empty.
+        """
+        first = torch.arange(len(self.start)) * self._width
+        if all_of_them or int((self._counts.steps.to(self._batch) * self._batch).max()) >= self._width:
+            x, y = self._samples(self._positions())
+            return x.flatten(0, 1), y.flatten(0, 1), first
+        for step in range(self._counts.num_steps):
+            position = self.positions_at(step)  # [a, B]
+            found = [part.flatten(0, 1) for part in self._samples(position)]
+            if step == 0:
+                kept = [part.new_empty(len(first) * self._width, *part.shape[1:]) for part in found]
+            rows = (first[: len(position)].unsqueeze(1) + position).flatten()
+            for whole, part in zip(kept, found, strict=True):
+                whole[rows] = part
+        return kept[0], kept[1], first
 
     def table(self, first: int, count: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Steps `first` ... at once: rows [S, c, width] of the rendered samples, mask [S, c, width], live [S, c]."""

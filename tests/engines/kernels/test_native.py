@@ -109,6 +109,25 @@ def test_samples_that_do_not_lie_ready_are_put_in_order_for_some_clients_at_a_ti
     assert torch.allclose(trained(scarce, small_cnn, WORKS[work]), expected, rtol=1e-9, atol=1e-12)
 
 
+@has_compiler
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_of_samples_that_do_not_lie_ready_only_those_of_the_steps_are_read(momentum, monkeypatch):
+    """A plan is measured by a few steps: its time must not be that of preparing all samples."""
+    seen = []
+
+    def scarce(engine):
+        engine.data._may_render = 0
+        gather = engine.data.gather
+        monkeypatch.setattr(engine.data, "gather", lambda rows, view: seen.append(rows.numel()) or gather(rows, view))
+        kernel = NativeKernel.of(engine.network, engine.task.loss, engine.task.input_shape, 2)
+        return NativePlan(kernel, 4, 2, scattered=True)
+
+    work = SGD(lr=0.1, momentum=momentum, batch_size=3, steps=2)
+    expected = trained(loop, small_cnn, work)
+    assert torch.allclose(trained(scarce, small_cnn, work), expected, rtol=1e-9, atol=1e-12)
+    assert sum(seen) <= 9 * 3 * 2
+
+
 # ---- pseudo data: many samples, one model ----
 
 

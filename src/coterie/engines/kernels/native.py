@@ -255,7 +255,8 @@ class NativeKernel:
         if type(work) not in _WORKS or not work.is_plain:
             return False
         rendered = batches.rendered()
-        x, y, begins = batches.own_samples() if rendered is None else (*rendered, batches.start)
+        needed = (*rendered, batches.start) if rendered else batches.own_samples(all_of_them=len(job.batches) > 1)
+        x, y, begins = needed
         counts, streams = job.counts, (job.batches[0].keys, job.batches[-1].keys)
         keys = [None if key is None else key.contiguous() for key in streams]
         start = job.start if job.start.stride(1) == 1 else job.start.contiguous()
