@@ -116,6 +116,32 @@ def test_more_clusters_than_kinds():
         assert len(true[found.labels == label].unique()) == 1
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("held", [3, 5])
+def test_as_many_kinds_as_clients(seed, held):
+    rows, counts, _ = made(kinds=8, members=1, held=held, width=60, seed=seed, equal=50)
+    found = labels_of(rows, counts, 8)
+    assert sorted(found.labels.tolist()) == list(range(8))
+    assert not found.in_doubt.any()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kinds_of_one_client_beside_larger_ones(seed):
+    rows, counts, true = made(kinds=5, members=5, held=5, width=60, seed=seed, equal=50)
+    there = torch.tensor([kind > 1 or i < 5 for i, kind in enumerate(true.tolist())])  # 1, 1, 5, 5, 5 clients
+    found = labels_of(rows[there], counts[there], 5)
+    assert adjusted_rand_score(true[there], found.labels) == 1.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_is_no_kind_of_its_own(seed):
+    """A client of noise may be alone, but not at the price of two kinds in one cluster."""
+    rows, counts, true = made(members=4, held=5, seed=seed, equal=50)
+    rows[0] += 3 * Rng.seed(seed).at("own").normal(*rows.shape[1:])
+    found = labels_of(rows, counts)
+    assert adjusted_rand_score(true[1:], found.labels[1:]) == 1.0
+
+
 def test_one_client_and_clients_that_are_all_the_same():
     one = labels_of(torch.ones(1, 2, 3), torch.ones(1, 2, dtype=torch.int64), kinds=1)
     assert (one.labels.tolist(), one.outliers.tolist(), one.in_doubt.tolist()) == ([0], [False], [False])
@@ -294,15 +320,25 @@ def test_distances_to_means_leave_out_the_client_itself():
     rows = torch.tensor([[[0.0, 0.0]], [[4.0, 0.0]], [[10.0, 0.0]]])
     found = Signatures.of(rows, torch.tensor([[1], [3], [2]]))
     labels, kept = torch.tensor([0, 0, 1]), torch.ones(3, dtype=torch.bool)
-    squared, _ = Means.of(found, labels, kept, 2).distances(found, labels, kept)
+    squared, angles = Means.of(found, labels, kept, 2).distances(found, labels, kept)
     # The mean of cluster 0 is 3 by samples; without client 0 it is 4, without client 1 it is 0.
     assert squared[:, 0].tolist() == [16.0, 16.0, 49.0]
-    assert squared[:, 1].tolist() == pytest.approx([100.0, 36.0, math.inf])  # client 2 is alone
+    assert squared[:, 1].tolist() == pytest.approx([100.0, 36.0, 0.0])  # client 2 is alone, and far from cluster 0
+    assert float(angles[2, 1]) == 0
     plain, _ = Means.of(found, labels, kept, 2).distances(found)
     assert plain[:, 0].tolist() == [9.0, 1.0, 49.0]
 
 
 # ---- newcomers ----
+
+
+def test_a_client_alone_in_its_cluster_leaves_it_for_one_that_it_resembles():
+    rows = torch.tensor([[[1.0, 0.0]], [[1.0, 0.1]], [[1.0, -0.1]], [[0.0, 1.0]], [[-1.0, 0.0]], [[-1.0, 0.1]]])
+    found, kept = Signatures.of(rows, torch.full((6, 1), 5)), torch.ones(6, dtype=torch.bool)
+    labels = torch.tensor([0, 1, 1, 2, 3, 3])  # client 0 is of the kind of 1 and 2, client 3 of no other
+    squared, _ = Means.of(found, labels, kept, 4).distances(found, labels, kept)
+    assert squared.argmin(1)[[0, 3]].tolist() == [1, 2]
+    assert float(squared[0, 0]) == math.inf
 
 
 def test_newcomers_join_the_nearest_kind():

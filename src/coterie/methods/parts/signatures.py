@@ -9,7 +9,9 @@ Clustering has two stages. The first compares pairs: per class the mean over all
 gradient is common to all; a pair's distance is 1 - cosine, averaged over the classes that both hold; then k-means on
 the mean distance to the OTHER members of a cluster. In the second, a cluster is the mean signature of its members, and
 each client moves to the nearest one, again without counting itself. A client that counted itself would stay wherever
-it is: with label skew, it may be the only one in its cluster with some class.
+it is: with label skew, it may be the only one in its cluster with some class. A client that is alone in its
+cluster keeps it unless another one is about as near as clients are to their clusters: there may be as many kinds as
+clients.
 """
 
 from __future__ import annotations
@@ -167,7 +169,8 @@ def is_far(new: Signatures, members: Signatures, labels: Tensor) -> Tensor:
     means = Means.of(members, there, kept, int(labels.max()) + 1)
     own = means.distances(members, there, kept)[1].gather(1, there.unsqueeze(1))[:, 0]
     least = means.distances(new)[1].amin(1)
-    far: Tensor = least.isfinite() & (least > _APART * own[own.isfinite()].median())
+    with_others = own.isfinite() & ~means.alone(members, there, kept)
+    far: Tensor = least.isfinite() & (least > _APART * own[with_others].median())
     return far.cpu()
 
 
@@ -203,7 +206,8 @@ class Means:
     ) -> tuple[Tensor, Tensor]:
         """Distances of signatures to the clusters on shared classes, [n, K]: squared L2, and 1 - cosine.
 
-        With the labels and `kept` of the means, no client is compared with itself. inf: no shared class.
+        With the labels and `kept` of the means, no client is compared with itself; one that is alone in its cluster
+        is at 0 if it should keep it (see `_if_alone`), otherwise at infinity. inf: no shared class.
         """
         step = max(1, _AT_ONCE // max(1, self.sums[0].numel()))
         parts = []
@@ -211,8 +215,20 @@ class Means:
             which = slice(begin, begin + step)
             own = None if labels is None or kept is None else one_hot(labels[which], len(self.sums)) * kept[which, None]
             parts.append(self._distances(found.rows[which], found.counts[which], own))
-        squared, angles = zip(*parts, strict=True)
-        return torch.cat(squared), torch.cat(angles)
+        squared, angles = (torch.cat(some) for some in zip(*parts, strict=True))
+        if labels is not None and kept is not None:
+            alone = self.alone(found, labels, kept)
+            own = angles.gather(1, labels.unsqueeze(1))[:, 0]
+            far = angles.amin(1) > _if_alone(own[kept & ~alone])  # one's own cluster is infinitely far if one is alone
+            at = (alone & far).nonzero().flatten()
+            squared[at, labels[at]], angles[at, labels[at]] = 0.0, 0.0
+        return squared, angles
+
+    def alone(self, found: Signatures, labels: Tensor, kept: Tensor) -> Tensor:
+        """Which signatures are the only ones in the means of their clusters, bool [n]."""
+        others = self.weights[labels] - found.counts * kept.unsqueeze(1)  # [n, L]
+        only: Tensor = kept & (found.counts > 0).any(1) & (others < 0.5).all(1)  # counts are whole numbers
+        return only
 
     def _distances(self, rows: Tensor, counts: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
         squared: list[Tensor] = []
@@ -273,10 +289,23 @@ def pair_distances(found: Signatures) -> tuple[Tensor, Tensor]:
 
 
 def _mean_distances(distances: Tensor, comparable: Tensor, labels: Tensor, num_clusters: int) -> Tensor:
-    """The mean distance of each client to the other members of each cluster, [n, K]; inf if there are none."""
+    """The mean distance of each client to the other members of each cluster, [n, K]; inf if there are none.
+
+    To the cluster in which it is alone, a client has the distance `_if_alone`.
+    """
     member = one_hot(labels, num_clusters).to(distances)
     others = comparable @ member
-    return ((comparable * distances) @ member / others.clamp_min(1)).where(others > 0, torch.inf)
+    found = ((comparable * distances) @ member / others.clamp_min(1)).where(others > 0, torch.inf)
+    alone = member.bool() & (member.sum(0) < 2)
+    usual = _if_alone(found.gather(1, labels.unsqueeze(1))[~alone.any(1), 0])
+    return found.where(~alone, usual)
+
+
+def _if_alone(own: Tensor) -> float:
+    """The distance to a cluster that has no other member: halfway between the median of the distances that others have
+    to their own clusters, and 1, that of clients that have nothing in common."""
+    known = own[own.isfinite()]
+    return (1 + (float(known.median().clamp_max(1)) if len(known) else 0.0)) / 2
 
 
 def _seeds(distances: Tensor, num_clusters: int, rng: Rng, keys: Tensor) -> list[int]:
