@@ -11,8 +11,8 @@ from coterie.nets.flat import Loss, Network
 
 
 def as_fast_images(x: Tensor) -> Tensor:
-    """The inputs of one model, [n, ...]; images on a GPU with their channels last, which convolutions there prefer."""
-    return x.contiguous(memory_format=torch.channels_last) if x.is_cuda and x.dim() == 4 else x
+    """The inputs of one model, [n, ...]; images with their channels last, which convolutions and their norms prefer."""
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
 class PlainKernel:
