@@ -178,8 +178,14 @@ def test_names_of_suites(toml: Path):
         *("md_icfl/table4", "flux/mnist", "flux/cifar10", "tiny")
     ]
     assert {suite.name for suite in find_suites(["all"])} == set(suite_names())
+    assert [suite.name for suite in find_suites(["fesem/figures"])] == [  # all of them show runs of a table
+        *("fesem/table2-writers-mnist", "fesem/table3-celeba200", "fesem/table2-femnist", "fesem/table3-fedceleba")
+    ]
+    assert all("/figures-" in suite.name for suite in find_suites(["feddsmic/figures"]))
     with pytest.raises(UnknownName, match="Did you mean 'md_icfl/table4'"):
         find_suites(["md_icfl/tabel4"])
+    with pytest.raises(UnknownName, match="There is no suite 'corn/figures'"):
+        find_suites(["corn/figures"])
 
 
 def change(old: str, new: str) -> Callable[[str], str]:

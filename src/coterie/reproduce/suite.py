@@ -210,7 +210,7 @@ def suite_names() -> list[str]:
 
 def find_suites(names: Sequence[str]) -> list[Suite]:
     """The suites of these names, by priority: `md_icfl/table4`, `feddsmic/table2` or `fesem` for all of its parts,
-    `all`, or the path of a TOML file."""
+    `fesem/figures` for those that draw a figure, `all`, or the path of a TOML file."""
     known = suite_names()
     paths: dict[str, Path] = {}
     for name in names:
@@ -219,6 +219,9 @@ def find_suites(names: Sequence[str]) -> list[Suite]:
             continue
         parts = [one for one in known if name == ALL or one.startswith((f"{name}/", f"{name}-"))]
         found = [name] if name in known else parts
+        if not found and name.endswith("/figures"):  # a paper whose figures show the runs of its tables
+            tables = [one for one in known if one.startswith(name.removesuffix("figures"))]
+            found = [one for one in tables if read_suite(FOLDER / f"{one}.toml", one).figures]
         if not found:
             raise UnknownName("suite", name, [*known, ALL])
         paths |= {one: FOLDER / f"{one}.toml" for one in found}
