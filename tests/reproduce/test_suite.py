@@ -171,7 +171,8 @@ def test_scale_multiplies_what_the_suite_names(tiny: Suite):
 
 def test_names_of_suites(toml: Path):
     assert [suite.name for suite in find_suites(["feddsmic/table2"])] == [
-        f"feddsmic/table2-{data}" for data in ("mnist", "mnist-plain", "cifar10", "cifar100", "emnist", "femnist")
+        f"feddsmic/table2-{data}"
+        for data in ("mnist", "mnist-plain", "cifar10", "cifar100", "cifar10-lenet", "emnist", "femnist")
     ]
     assert [suite.name for suite in find_suites(["feddsmic/table2-mnist"])] == ["feddsmic/table2-mnist"]
     assert [suite.name for suite in find_suites(["flux", "md_icfl/table4", str(toml)])] == [

@@ -21,7 +21,7 @@ result.json, schema 1. Numbers are as the papers print them: accuracies and F1 i
         published     {metric: number}; {} for rows of our own
         ours          {metric: {"mean", "std", "n", "values"}}; std is that of a sample, 0 for one seed. A metric that
                       a run does not have (ARI without true groups) is left out, so {} before the first run
-        difference    {metric: ours - published}; nothing if the data is a stand-in for the paper's
+        difference    {metric: ours - published}; nothing if data or network are a stand-in for the paper's
         bytes         {"mean"}: sent in both directions by a run, or null
         rounds        of a run, or null
         seconds       {"mean"}: of a run, or null

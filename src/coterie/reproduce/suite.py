@@ -32,7 +32,7 @@ More fields, all optional:
   in place of a list to count them in the data; `told` of a row: the field of its method that gets this number.
 - `notes` of a column or row.
 - `users`: how many users the first of `data` must have, so that a part of it is not taken for the whole.
-- `stand_in`: true if the data is not the paper's: published numbers are shown, but no differences from them.
+- `stand_in`: true if the data or the network is not the paper's: published numbers are shown, but no differences.
 - `figures`: functions "module:name" that draw from the finished runs (see `outcome.draw`); `keep_models`: keep the
   checkpoints of finished runs, for figures that need models.
 
