@@ -230,6 +230,23 @@ def test_the_list_shows_every_suite_without_importing_torch(command: Command, tm
     assert listed["md_icfl/table5"]["missing"] == ["mnist", "usps", "svhn", "sign"]
     assert {one["state"] for one in listed.values()} == {"not started"}
     assert listed["md_icfl/table4"]["total"] == 63
+    assert [listed[f"md_icfl/{name}"]["gpu"] for name in ("table1", "tables1-3-lenet")] == [True, False]
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_without_a_gpu_a_suite_that_needs_one_must_be_named_itself(
+    command: Command, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    Path("empty").mkdir()
+    flags = ("--data-dir", "empty", "--device", "auto")
+    every = command("reproduce", "md_icfl", *flags)
+    assert "md_icfl/table4: There is no mnist" in every.err
+    assert ("md_icfl/table1: There is no cifar10" in every.err) == has_gpu
+    assert ("left out, as one run takes a day or more without a GPU: md_icfl/table1, " in every.err) != has_gpu
+    own = command("reproduce", "md_icfl/table1", *flags)
+    assert "md_icfl/table1: There is no cifar10" in own.err
+    assert "left out" not in own.err
 
 
 def test_the_list_knows_written_results(command: Command, suite: str):

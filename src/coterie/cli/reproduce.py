@@ -48,6 +48,7 @@ def reproduce(
         list[str] | None,
         typer.Argument(
             help="Suites, such as md_icfl/table4; feddsmic/table2 or fesem for all of its parts; a TOML file; or 'all'."
+            " Without a GPU, suites that would take days are run only if they are named themselves."
         ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the suites: state, date, what is missing.")] = False,
@@ -111,6 +112,7 @@ def reproduce(
         return
     if not suites:
         raise ConfigError("Name a suite, or 'all'; 'coterie reproduce --list' lists them.")
+    suites = _affordable(suites, names or [], device, quiet or json_)
     start_server(jobs)
     run = _Run(root, target, seeds, rows or [], columns or [], scale, jobs, device, data_dir, quiet or json_)
     run.again = again
@@ -140,6 +142,21 @@ def reproduce(
     ]
     if problems:
         raise RunsFailed(problems[0], len(problems), run.total)
+
+
+def _affordable(suites: Sequence[Suite], names: Sequence[str], device: str, hidden: bool) -> list[Suite]:
+    """The suites without those that need a GPU that is not there; what is named itself stays."""
+    own = {Path(name).stem if name.endswith(".toml") else name for name in names}
+    doubtful = [suite for suite in suites if suite.gpu and suite.name not in own]
+    if not doubtful:
+        return list(suites)
+    from coterie.engines.base import resolve_device
+
+    if resolve_device(device).type != "cpu":
+        return list(suites)
+    left_out = ", ".join(suite.name for suite in doubtful)
+    say(f"left out, as one run takes a day or more without a GPU: {left_out}; name a suite to run it here", hidden)
+    return [suite for suite in suites if suite not in doubtful]
 
 
 class _Run:
@@ -341,11 +358,12 @@ def _list(suites: Sequence[Suite], root: Path, results: Path, folder: Path, json
     if json_:
         print(json.dumps(listed))
         return
-    heads = ("suite", "title", "runs", "state", "newest result", "missing data")
+    heads = ("suite", "title", "GPU", "runs", "state", "newest result", "missing data")
     cells = [
         (
             one["name"],
             one["title"],
+            "needed" if one["gpu"] else "",
             f"{one['done']}/{one['total']}",
             one["state"],
             (one["date"] or "")[:10],
@@ -368,6 +386,7 @@ def _state(suite: Suite, root: Path, results: Path, folder: Path) -> dict[str, A
         "paper": suite.paper,
         "title": suite.title,
         "priority": suite.priority,
+        "gpu": suite.gpu,
         "done": most,
         "total": len(spots),
         "state": "done" if most == len(spots) else "part" if most else "not started",

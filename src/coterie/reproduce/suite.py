@@ -35,6 +35,7 @@ More fields, all optional:
 - `stand_in`: true if the data or the network is not the paper's: published numbers are shown, but no differences.
 - `figures`: functions "module:name" that draw from the finished runs (see `outcome.draw`); `keep_models`: keep the
   checkpoints of finished runs, for figures that need models.
+- `gpu`: true if one run takes a processor a day or more. Without a GPU such a suite is run only if it is named itself.
 
 Reading a suite imports no torch; `cases_of`, which resolves the settings, does.
 """
@@ -151,6 +152,7 @@ class Suite:
     figures: tuple[str, ...] = ()
     keep_models: bool = False
     stand_in: bool = False
+    gpu: bool = False
 
     @cached_property
     def column(self) -> dict[str, Column]:
@@ -243,7 +245,7 @@ def read_suite(path: Path, name: str) -> Suite:
 
 
 _FIELDS = {"paper", "title", "priority", "data", "seeds", "metrics", "base", "columns", "rows", "parts", "means"}
-_FIELDS |= {"users", "scale", "notes", "figures", "keep_models", "stand_in"}
+_FIELDS |= {"users", "scale", "notes", "figures", "keep_models", "stand_in", "gpu"}
 
 
 def _suite(name: str, content: Mapping[str, Any]) -> Suite:
@@ -280,6 +282,7 @@ def _suite(name: str, content: Mapping[str, Any]) -> Suite:
         figures=tuple(content.get("figures", ())),
         keep_models=bool(content.get("keep_models", False)),
         stand_in=bool(content.get("stand_in", False)),
+        gpu=bool(content.get("gpu", False)),
     )
 
 
