@@ -551,19 +551,20 @@ def test_a_center_of_many_models_is_served_as_it_is(models):
         assert state.behind.tolist() == [models]
 
 
-def test_a_center_of_one_model_is_served_as_a_mean_over_rounds():
-    """Of all rounds, until there are ten models; then the past counts nine times as much as the present."""
-    states = served_after([[number] for number in range(16)])
+def test_a_center_of_one_model_is_served_as_a_mean_over_recent_rounds():
+    """Round r of n counts as r (r + 1) (r + 2), until there are ten models; then the past counts nine times as much."""
+    states = served_after([[number % SIDE] for number in range(45)])
     centers = torch.cat([state.centers for state in states])
     sent = torch.zeros(WIDE)
     for number, center in enumerate(centers):  # clients train from the center, not from what is served
-        sent = trained_by(number, sent)
+        sent = trained_by(number % SIDE, sent)
         torch.testing.assert_close(center, sent)
-    for number, state in enumerate(states[:10], start=1):
-        torch.testing.assert_close(state.served[0], centers[:number].mean(0))
-        assert state.behind.tolist() == [number]
-    expected = centers[:10].mean(0)
-    for number, state in enumerate(states[10:], start=10):
+    for number, state in enumerate(states[:37], start=1):
+        weights = torch.tensor([r * (r + 1) * (r + 2) for r in range(1, number + 1)], dtype=torch.float64)
+        expected = (weights @ centers[:number].double() / weights.sum()).float()
+        torch.testing.assert_close(state.served[0], expected)
+        assert state.behind.tolist() == [1 + (number - 1) / 4]
+    for number, state in enumerate(states[37:], start=37):
         expected = 0.9 * expected + 0.1 * centers[number]
         torch.testing.assert_close(state.served[0], expected)
         assert state.behind.tolist() == [10]
@@ -574,9 +575,9 @@ def test_a_center_of_one_model_is_served_as_a_mean_over_rounds():
 def test_a_center_of_a_few_models_counts_by_their_number():
     states = served_after([range(4), range(4), range(4), range(6), [], range(12)])
     centers = torch.cat([state.centers for state in states])
-    assert [state.behind.tolist() for state in states] == [[4], [8], [10], [10], [10], [12]]
+    assert [state.behind.tolist() for state in states] == [[4], [5], [6], [7.5], [7.5], [12]]
     expected = torch.zeros(WIDE)
-    for state, center, share in zip(states, centers, (1, 1 / 2, 4 / 10, 6 / 10, 0, 1), strict=True):
+    for state, center, share in zip(states, centers, (1, 4 / 5, 4 / 6, 6 / 7.5, 0, 1), strict=True):
         expected = expected + share * (center - expected)
         torch.testing.assert_close(state.served[0], expected)
 

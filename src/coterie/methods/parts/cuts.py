@@ -25,7 +25,8 @@ _MOST_CLUSTERS = 100
 _BETTER = 1.0  # gain, in standard errors, that makes a tried cut
 _FEWEST = 4  # members that must have tried it
 _ENOUGH = 16  # clients that must have signed before kinds are looked for, or all
-_FEW = 10  # models: a center of fewer is served as a mean over rounds
+_FEW = 10  # models: a center of fewer is served as a mean over rounds, ...
+_RECENT = 0.25  # ... of about this share of the rounds since it was made: older models are worse
 _LARGE = 1e9  # in place of infinity, which JSON does not have
 _FADES = 0.5  # how much a cluster's past preference for mixes counts in a round
 
@@ -153,7 +154,7 @@ class Update:
         blend = torch.where(known, _FADES * state.curves + (1 - _FADES) * mean, mean)
         found = self._votes.changes(self._average.means(keep=state.centers))
         centers: Tensor = found["centers"]
-        behind = torch.minimum(state.behind + self._models, torch.clamp_min(self._models, _FEW))
+        behind = (state.behind + _RECENT * self._models).clamp_max(_FEW).maximum(self._models)
         rate = (self._models / behind.clamp_min(1)).unsqueeze(1)
         after = replace(
             state,
