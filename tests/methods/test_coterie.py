@@ -22,11 +22,13 @@ from coterie.methods.coterie import Coterie, _told
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.parts import personal
 from coterie.methods.parts.centers import has_signature
-from coterie.methods.parts.cuts import Update, t_value, with_shares
+from coterie.methods.parts.cuts import Update
+from coterie.methods.parts.found import with_shares
 from coterie.methods.parts.halves import coarsened, halves_shape, restored, sign_at, signed_halves
 from coterie.methods.parts.kinds import Halves, Kinds, Noise, find_kinds
 from coterie.methods.parts.member import train_member
 from coterie.methods.parts.personal import NUM_MIXES, SHIFTS, lengthened
+from coterie.methods.parts.trials import t_value
 from coterie.nets.mixture import MixtureModel
 from coterie.nets.sketch import sketch_of
 from coterie.randomness import Rng
@@ -317,7 +319,7 @@ def test_a_drift_is_followed():
     assert runs[0].rows[-1]["ari"] == 1.0
     assert runs[1].rows[-1]["ari"] < 0.5
     state = runs[0]._trainer.state
-    assert whats(state) == [(2, "cut"), (6, "move")]
+    assert whats(state) == [(2, "cut"), (6, "move"), (6, "apart")]
     assert state.repairs == []
     assert sorted(move["client"] for move in state.decisions[1]["moves"]) == sorted(
         federation.names[i] for i in moved.tolist()
@@ -592,6 +594,8 @@ def three_clusters(engine):
         behind=torch.tensor([4.0, 5.0, 6.0]),
         curves=rows.expand(3, NUM_MIXES),
         shares=rows.expand(3, 2),
+        made_in=torch.tensor([7, 8, 9]),
+        merged=torch.tensor([False, True, False]),
         labels=torch.arange(SIDE) % 3,
     )
 
@@ -609,6 +613,8 @@ def test_the_parts_of_a_cut_are_served_as_they_are():
     assert after.served[:, 0].tolist() == [10, 2, 30, 2, 2]
     assert after.behind.tolist() == [4, 0, 6, 0, 0]
     assert after.curves[:, 0].tolist() == [1, 2, 3, 2, 2]
+    assert after.made_in.tolist() == [7, 5, 9, 5, 5]
+    assert after.merged.tolist() == [False] * 5
 
 
 # ---- cuts that are tried ----
@@ -694,17 +700,21 @@ def test_each_cut_is_judged_by_the_members_of_its_cluster():
     engine = mock(SMALL)
     engine.begin(4, "round")
     labels, clients = torch.arange(SIDE) // 10, torch.arange(SIDE)
-    proposals = [{"clusters": [cluster], "sizes": [5, 5], "z": 11.0 + cluster, "q": 5.0} for cluster in range(2)]
+    proposals = [
+        {"what": "proposed", "clusters": [cluster], "sizes": [5, 5], "z": 11.0 + cluster, "q": 5.0}
+        for cluster in range(2)
+    ]
     state = replace(
         three_clusters(engine),
         labels=labels,
         tried=2 * labels + clients % 2,
         trials=torch.zeros(4, WIDE),
         proposals=proposals,
+        merged=torch.zeros(3, dtype=torch.bool),
     )
     update = Update(Coterie(), state, engine, keep=True)
     ones = torch.ones(10, NUM_MIXES).double()
-    update._verdicts.append((clients[:10], ones, ones - PAYS[:10].unsqueeze(1)))
+    update._verdicts.add(clients[:10], ones, ones - PAYS[:10].unsqueeze(1))
     after = update.with_verdicts(state)
     assert whats(after) == [(4, "cut"), (4, "refused")]
     assert [decision["z"] for decision in after.decisions] == [11.0, 12.0]
@@ -907,7 +917,7 @@ def test_clusters_that_all_have_left_are_removed():
     method, engine = Coterie(), mock(gap=0.0)
     state = replace(three_clusters(engine), labels=torch.tensor([0, 2] * 9 + [-1, 2]))
     after = method._without_empty(state, engine)
-    for name in ("centers", "served", "behind", "curves", "shares"):
+    for name in ("centers", "served", "behind", "curves", "shares", "made_in", "merged"):
         assert torch.equal(getattr(after, name), getattr(state, name)[[0, 2]]), name
     assert after.labels.tolist() == [0, 1] * 9 + [-1, 1]
     assert after.decisions[-1]["clusters"] == [1]

@@ -38,11 +38,13 @@ from coterie.methods.parts.centers import (
     has_signature,
     without_signatures,
 )
-from coterie.methods.parts.cuts import CoterieState, Update, with_signatures
+from coterie.methods.parts.cuts import Update
+from coterie.methods.parts.found import CoterieState, with_signatures, without
 from coterie.methods.parts.guard import rechosen, with_misplaced
 from coterie.methods.parts.halves import coarsened, halves_shape, sign_at
 from coterie.methods.parts.kinds import CLEAR, WORTH
 from coterie.methods.parts.member import train_member, try_member
+from coterie.methods.parts.mergers import with_comparisons
 from coterie.methods.parts.personal import (
     NUM_MIXES,
     balance_of,
@@ -101,6 +103,8 @@ class Coterie(SignedMethod[CoterieState]):
             behind=zeros.new_zeros(1),
             tried=torch.full((engine.num_clients,), -1, dtype=torch.int64),
             trials=engine.initial().unsqueeze(0)[:0],
+            made_in=torch.zeros(1, dtype=torch.int64),
+            merged=torch.zeros(1, dtype=torch.bool),
         )
 
     def check(self, num_clients: int) -> None:
@@ -150,10 +154,20 @@ class Coterie(SignedMethod[CoterieState]):
             state = update.with_verdicts(state)
         elif has_news:
             state = update.with_kinds(state)
-        if not self.guard or state.num_clusters < 2:
+        if self.guard and state.num_clusters > 1:
+            state = self._rechosen(with_misplaced(state, engine), engine, update.answered, rng.at("choose"))
+            state = state if state.proposals else self._without_empty(state, engine)
+        return state if state.proposals else self._with_comparisons(state, engine)
+
+    def _with_comparisons(self, state: CoterieState, engine: Engine) -> CoterieState:
+        """The state in which members of clusters that are due try mergers in the next round, if nothing is against it.
+
+        In a round in which clients sign they try nothing, and at the end a merged cluster needs rounds to train.
+        """
+        following, last = engine.round + 1, engine.task.work.total_rounds or engine.round + 1 + REST
+        if following + REST > last or self._signs_in(state, following, last):
             return state
-        state = self._rechosen(with_misplaced(state, engine), engine, update.answered, rng.at("choose"))
-        return state if state.proposals else self._without_empty(state, engine)
+        return with_comparisons(state, engine.round, engine.participation, self.bounds[0])
 
     def _without_empty(self, state: CoterieState, engine: Engine) -> CoterieState:
         """The state without clusters that all members have left, unless there would be too few."""
@@ -161,28 +175,18 @@ class Coterie(SignedMethod[CoterieState]):
         used = sizes > 0
         if bool(used.all()) or int(used.sum()) < self.bounds[0]:
             return state
-        numbers = used.long().cumsum(0) - 1
-        labels = torch.where(state.labels >= 0, numbers[state.labels.clamp_min(0)], state.labels)
-        there = used.to(state.centers.device)
         empty = (~used).nonzero().flatten().tolist()
         decision = Decision(round=engine.round, what="removed", clusters=empty)
-        return replace(
-            state,
-            centers=state.centers[there],
-            served=state.served[there],
-            behind=state.behind[there],
-            curves=state.curves[there],
-            shares=state.shares[there],
-            labels=labels,
-            decisions=[*state.decisions, decision],
-        )
+        return replace(without(state, ~used), decisions=[*state.decisions, decision])
 
     def _signs_now(self, state: CoterieState, engine: Engine) -> bool:
         """Whether the members sign at their centers in this round."""
-        since = engine.round - state.signed_in
-        if not state.signed_in or (
-            since and engine.round + REST > (engine.task.work.total_rounds or engine.round + REST)
-        ):
+        return self._signs_in(state, engine.round, engine.task.work.total_rounds or engine.round + REST)
+
+    def _signs_in(self, state: CoterieState, number: int, last: int) -> bool:
+        """Whether the members sign at their centers in a round, of which `last` is the last."""
+        since = number - state.signed_in
+        if not state.signed_in or (since and number + REST > last):
             return False  # at the end there is no time left for new clusters
         if since == _AGAIN and state.num_clusters > 1 and state.doubt < _DOUBT * self.clear:
             return False  # the first look found kinds and left no doubt; the next one is later
@@ -194,11 +198,10 @@ class Coterie(SignedMethod[CoterieState]):
         """Members train from their centers; those of a cluster whose cut is tried get a second model."""
         work, in_trial = self.work(engine), state.tried[members] >= 0
         others, some = members[~in_trial], members[in_trial]
-        payload = {"watch": torch.ones(())} if self.guard and state.num_clusters > 1 else {}
+        watching = {"watch": torch.ones(())} if self.guard and state.num_clusters > 1 else {}
         if self.vote:
-            payload["vote"] = torch.ones(())
-        if is_signing:
-            payload["sign"] = self._by_class(engine)
+            watching["vote"] = torch.ones(())
+        payload = watching | ({"sign": self._by_class(engine)} if is_signing else {})
         finishing = self._finishing(state, engine)[state.labels[others]]
         for group, more in ((others[~finishing], {}), (others[finishing], {"finish": self._rounds_to_finish(engine)})):
             labels = state.labels[group]
@@ -221,7 +224,9 @@ class Coterie(SignedMethod[CoterieState]):
             labels = state.labels[some]
             refs = torch.stack([labels, state.num_clusters + state.tried[some]], dim=1)
             each = _told(state, labels) | {"balance": _balance(state, labels)}
-            yield from engine.call(try_member, some, models=table, refs=refs, each=each, work=work, rng=rng)
+            yield from engine.call(
+                try_member, some, models=table, refs=refs, payload=watching, each=each, work=work, rng=rng
+            )
 
     def _mixes_now(self, engine: Engine) -> bool:
         """Whether clients compare mixes in this round: in some, which saves time, and in the last."""

@@ -1,13 +1,14 @@
 """Cutting clusters: what a round of `coterie` collects, and what it decides from it.
 
 A cut that is sure is made at once. One that may pay is tried: in the next round the members tell how the part's center
-would serve them, and the cut is made if it serves them better.
+would serve them, and the cut is made if it serves them better. Parts that one model would serve as well are merged
+again (`parts/mergers.py`); a cluster that was merged is cut only if a trial shows it clearly.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, Self
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,54 +16,21 @@ from torch import Tensor
 from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import Decision
 from coterie.methods.parts.averaging import Average, fits_in_memory
-from coterie.methods.parts.centers import Alarms, CenterState, has_signature
+from coterie.methods.parts.centers import Alarms, has_signature
+from coterie.methods.parts.found import FEW, CoterieState, with_shares, with_signatures
 from coterie.methods.parts.kinds import SURE, Halves, Kinds, Limits, Noise, find_kinds
-from coterie.methods.parts.personal import label_prior
+from coterie.methods.parts.mergers import COMPARED, with_mergers
 from coterie.methods.parts.start import by_signature
+from coterie.methods.parts.trials import FEWEST, Verdicts, least, t_value
 from coterie.methods.parts.vote import Votes
 
 _MOST_CLUSTERS = 100
 _BETTER = 1.0  # gain, in standard errors, that makes a tried cut
-_FEWEST = 4  # members that must have tried it
+_PROOF = 3.0  # of a cluster that was merged, and whose parts one model served as well before
 _ENOUGH = 16  # clients that must have signed before kinds are looked for, or all
-_FEW = 10  # models: a center of fewer is served as a mean over rounds, ...
-_RECENT = 0.25  # ... of about this share of the rounds since it was made: older models are worse
+_RECENT = 0.25  # of the rounds since it was made count for a center of few models: older models are worse
 _LARGE = 1e9  # in place of infinity, which JSON does not have
 _FADES = 0.5  # how much a cluster's past preference for mixes counts in a round
-
-
-@dataclass(frozen=True)
-class CoterieState(CenterState):
-    """The clusters, the evidence for them, and the cuts that are tried."""
-
-    of_clients: ClassVar[tuple[str, ...]] = (*CenterState.of_clients, "contrasts")
-
-    contrasts: Tensor = field(default_factory=lambda: torch.empty(0))  # [N, L, D] differences of the signatures' halves
-    shares: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, L] label proportions and weight; 0: unknown
-    curves: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, G] mean held-out losses of mixes
-    served: Tensor = field(default_factory=lambda: torch.empty(0))  # [K, P] centers, as means over rounds if few answer
-    behind: Tensor = field(default_factory=lambda: torch.empty(0))  # [K] models in the mean of a served center
-    signed_in: int = 0  # the round at whose center clients sign; 0: not yet
-    doubt: float = 0.0  # the largest z of a cut that was not made when clients last signed
-    tried: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [N] rows of `trials`; -1: none
-    trials: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, P] centers of proposed parts
-    proposals: list[Decision] = field(default_factory=list)  # the cuts that are tried in this round
-
-    def with_more_clients(self, count: int) -> Self:
-        """See `ClusterState`; new clients try no cut."""
-        tried = torch.nn.functional.pad(self.tried, (0, count), value=-1)
-        return replace(super().with_more_clients(count), tried=tried)
-
-
-def with_signatures(state: CoterieState, chunk: Chunk) -> CoterieState:
-    """The state with the signatures of a chunk."""
-    there = chunk.clients.to(state.signatures.device)
-    return replace(
-        state,
-        signatures=state.signatures.index_copy(0, there, chunk.answer.signature.to(state.signatures)),
-        contrasts=state.contrasts.index_copy(0, there, chunk.answer.contrast.to(state.contrasts)),
-        counts=state.counts.index_copy(0, chunk.clients, chunk.answer.counts.cpu()),
-    )
 
 
 class Cutter(Protocol):
@@ -99,7 +67,7 @@ class Update:
         self._fits = keep and fits_in_memory(engine.num_clients, engine)
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []  # clients, models, weights
         self._fresh: list[Chunk] = []  # signatures at the clients' own centers
-        self._verdicts: list[tuple[Tensor, Tensor, Tensor]] = []  # clients, losses of center and of part
+        self._verdicts = Verdicts()
         self._models = torch.zeros_like(state.behind)  # [K]
         self._losses = torch.zeros_like(state.curves, dtype=torch.float64)
         self._held = torch.zeros(state.num_clusters, dtype=torch.float64, device=state.curves.device)
@@ -123,8 +91,7 @@ class Update:
             there, held = labels.to(self._held.device), answer.held.double()
             self._losses.index_add_(0, there, held.unsqueeze(1) * answer.losses.double())
             self._held.index_add_(0, there, held)
-        if "tried" in answer:
-            self._verdicts.append((clients, answer.losses.double().cpu(), answer.tried.double().cpu()))
+        self._verdicts.add_chunk(chunk)
         if self._fits:
             self._kept.append((clients, answer.params, weights))
         if "signature" in answer and state.signed_in == self._engine.round:
@@ -154,7 +121,7 @@ class Update:
         blend = torch.where(known, _FADES * state.curves + (1 - _FADES) * mean, mean)
         found = self._votes.changes(self._average.means(keep=state.centers))
         centers: Tensor = found["centers"]
-        behind = (state.behind + _RECENT * self._models).clamp_max(_FEW).maximum(self._models)
+        behind = (state.behind + _RECENT * self._models).clamp_max(FEW).maximum(self._models)
         rate = (self._models / behind.clamp_min(1)).unsqueeze(1)
         after = replace(
             state,
@@ -178,7 +145,8 @@ class Update:
                 continue
             room = most - state.num_clusters + 1
             least = min(low, len(members)) if before == 1 else 1
-            limits = Limits(method.clear, max(SURE, method.worth), least=least, most=max(1, room))
+            sure = torch.inf if bool(state.merged[cluster]) else max(SURE, method.worth)
+            limits = Limits(method.clear, sure, least=least, most=max(1, room))
             keys = self._engine.keys[members]
             kinds = find_kinds(found, noise, keys, limits)
             state, proposed = self._cut(state, cluster, members, kinds), len(state.proposals)
@@ -205,7 +173,7 @@ class Update:
     def _can_try(self, members: Tensor) -> bool:
         """Whether enough of these members can be expected to try a cut in the next round."""
         is_last = self._engine.round == self._engine.task.work.total_rounds
-        return bool(self._kept) and not is_last and len(members) * self._engine.participation >= _FEWEST
+        return bool(self._kept) and not is_last and len(members) * self._engine.participation >= FEWEST
 
     def _proposed(self, state: CoterieState, cluster: int, members: Tensor, kinds: Kinds) -> CoterieState:
         """The state in which the members of a cluster try a cut in the next round, if there is one to try."""
@@ -223,31 +191,34 @@ class Update:
         return replace(state, tried=tried, trials=torch.cat([state.trials, centers]), proposals=proposals)
 
     def with_verdicts(self, state: CoterieState) -> CoterieState:
-        """Cut the clusters whose members do better with their parts, by what they would be served with."""
+        """Cut or merge the clusters whose members do better so, by what they would be served with."""
         proposals, tried = state.proposals, state.tried
         none = torch.full_like(tried, -1)
         state = replace(state, proposals=[], tried=none, trials=state.trials[:0])
+        mergers = [proposal for proposal in proposals if proposal["what"] == COMPARED]
+        cuts = [proposal for proposal in proposals if proposal["what"] != COMPARED]
         if not self._verdicts:
-            for proposal in proposals:
+            for proposal in cuts:
                 state = self._decided(state, "refused", proposal["clusters"], _as_kinds(proposal))
             return state
-        clients, center, part = (torch.cat(parts) for parts in zip(*self._verdicts, strict=True))
+        clients, center, part = self._verdicts.all()
         if self._method.serve == "kind":
             center, part = center[:, :1], part[:, :1]
-        for proposal in proposals:
+        for proposal in cuts:
             cluster = proposal["clusters"][0]
             mine = (state.labels[clients] == cluster) & (tried[clients] >= 0)  # some have moved since they tried
-            gains = center[mine][:, center[mine].mean(0).argmin()] - part[mine][:, part[mine].mean(0).argmin()]
-            t = t_value(gains)
+            t = t_value(least(center[mine]) - least(part[mine]))
             members = ((state.labels == cluster) & (tried >= 0)).nonzero().flatten()
             _, parts = tried[members].unique(return_inverse=True)
             kinds = Kinds(parts, proposal["z"], proposal["q"])
-            if t >= _BETTER:
+            if t >= (_PROOF if bool(state.merged[cluster]) else _BETTER):
                 state = self._cut(state, cluster, members, kinds)
             else:
                 state = self._decided(state, "refused", [cluster], kinds)
             state.decisions[-1]["t"] = round(t, 2)
-        return with_shares(state)
+        stayed = tried[clients] >= 0
+        verdicts = clients[stayed], center[stayed], part[stayed]
+        return with_shares(with_mergers(state, mergers, self._engine.round, verdicts))
 
     def _evidence(self, state: CoterieState, cluster: int) -> tuple[Tensor, Halves]:
         """The members of a cluster that have signed [m], and their signatures: fresh ones, if there are any.
@@ -294,6 +265,11 @@ class Update:
             labels=labels,
             curves=torch.cat([state.curves, state.curves[more]]),
         )
+        made_in = torch.cat([state.made_in, state.made_in.new_zeros(len(more))])
+        made_in[numbers] = self._engine.round
+        merged = torch.cat([state.merged, state.merged.new_zeros(len(more))])
+        merged[numbers] = False
+        state = replace(state, made_in=made_in, merged=merged)
         doubt = by_signature(state)[1] & (labels >= 0)  # they choose by loss
         inside = torch.zeros_like(doubt).index_fill(0, members, True)
         return self._decided(replace(state, pending=state.pending | (doubt & inside)), "cut", numbers.tolist(), kinds)
@@ -317,16 +293,3 @@ def _as_kinds(proposal: Decision) -> Kinds:
     """The parts of a proposal that nobody tried."""
     sizes = torch.tensor(proposal["sizes"])
     return Kinds(torch.arange(len(sizes)).repeat_interleave(sizes), proposal["z"], proposal["q"])
-
-
-def t_value(gains: Tensor) -> float:
-    """The mean of paired gains [n] in standard errors; 0 if there are too few."""
-    if len(gains) < _FEWEST or float(gains.std()) <= 0:
-        return 0.0
-    return float(gains.mean() / gains.std() * len(gains) ** 0.5)
-
-
-def with_shares(state: CoterieState) -> CoterieState:
-    """The state with the label proportions of its clusters, as far as their members have signed."""
-    shares = torch.stack([label_prior(state.counts[state.labels == k]) for k in range(state.num_clusters)])
-    return replace(state, shares=shares.to(state.shares)[:, : state.shares.shape[1]])

@@ -82,9 +82,18 @@ def is_strange(loss: Tensor, usual: Tensor) -> Tensor:
 
 
 @client_step("coterie.coterie:try_member", tried_member)
-def try_member(block: Block, models: Models, work: SGD, shares: Tensor, curve: Tensor, balance: Tensor) -> Answer:
+def try_member(
+    block: Block,
+    models: Models,
+    work: SGD,
+    shares: Tensor,
+    curve: Tensor,
+    balance: Tensor,
+    watch: Tensor | None = None,
+    vote: Tensor | None = None,
+) -> Answer:
     """As `train_member`, with a second model: tell how it would do in place of the center, on held-out samples."""
     tried = Models(models.table, models.refs[:, 1])
     losses, _ = compare_mixes(block, tried, shares)
-    found = train_member(block, Models(models.table, models.refs[:, 0]), work, shares, curve, balance)
+    found = train_member(block, Models(models.table, models.refs[:, 0]), work, shares, curve, balance, watch, vote)
     return Answer(**found, tried=as_told(losses).to(models.table.dtype))
