@@ -28,7 +28,6 @@ from coterie.methods.parts.halves import coarsened, halves_shape, restored, sign
 from coterie.methods.parts.kinds import Halves, Kinds, Noise, find_kinds
 from coterie.methods.parts.member import train_member
 from coterie.methods.parts.personal import NUM_MIXES, SHIFTS, lengthened
-from coterie.methods.parts.trials import t_value
 from coterie.nets.mixture import MixtureModel
 from coterie.nets.sketch import sketch_of
 from coterie.randomness import Rng
@@ -809,14 +808,6 @@ def test_a_difference_that_is_almost_clear_is_looked_at_again(small, looks, monk
     assert sorted(set(signed_in)) == looks
 
 
-def test_the_gain_in_standard_errors():
-    gains = torch.tensor([0.1, 0.3, 0.2, 0.4]).double()
-    assert t_value(gains) == pytest.approx(0.25 / (gains.std().item() / 2))
-    assert t_value(gains[:3]) == 0.0  # too few
-    assert t_value(torch.full((9,), 0.5)) == 0.0  # nothing differs
-    assert t_value(torch.zeros(0)) == 0.0
-
-
 def test_a_client_that_moves_does_not_try_the_cut_of_its_old_cluster():
     """Two clusters try a cut each; client 0 moves from one to the other."""
     engine = MockEngine(lambda step, client, sent, **more: {"choice": 1}, num_clients=6)
@@ -922,6 +913,55 @@ def test_clusters_that_all_have_left_are_removed():
     assert after.labels.tolist() == [0, 1] * 9 + [-1, 1]
     assert after.decisions[-1]["clusters"] == [1]
     assert replace(method, num_clusters=3)._without_empty(state, engine) is state
+
+
+# ---- mergers ----
+
+
+@pytest.mark.parametrize(("gains", "what"), [(COSTS, "merged"), (PAYS, "merged"), (-PAYS, "apart")])
+def test_parts_that_one_model_serves_as_well_are_merged(gains, what):
+    """Here gains are what the mean of both centers would spare each member."""
+    states = driven(Coterie(warmup=1), mock(20.0, gains), 6)
+    assert whats(states[-1]) == [(2, "cut"), (6, what)]
+    assert [len(state.trials) for state in states] == [0, 0, 0, 0, 1, 0]
+    torch.testing.assert_close(states[4].trials[0], states[4].centers.mean(0))
+    assert states[-1].num_clusters == (1 if what == "merged" else 2)
+    assert states[-1].merged.tolist() == ([True] if what == "merged" else [False, False])
+
+
+@pytest.mark.parametrize(("errors", "what"), [(4.0, "cut"), (2.0, "refused")])
+def test_a_merged_cluster_is_cut_only_if_a_trial_shows_it_clearly(errors, what):
+    """The evidence for the same cut is as strong in round 8; now it is tried, and has to pay by three errors."""
+    states = driven(Coterie(warmup=1), mock(20.0, COSTS), 7)
+    gains = COSTS + errors * COSTS.std() / math.sqrt(SIDE)
+    after = driven(Coterie(warmup=1), mock(20.0, gains), 2, states[-1], first=8)[-1]
+    assert whats(after) == [(2, "cut"), (6, "merged"), (8, "proposed"), (9, what)]
+    assert after.decisions[-1]["t"] == pytest.approx(errors, abs=0.01)
+    assert after.merged.tolist() == ([False, False] if what == "cut" else [True])
+
+
+def test_without_rounds_left_nothing_is_compared():
+    method, engine = Coterie(warmup=1), mock(20.0, COSTS)
+    engine.task = replace(engine.task, work=replace(engine.task.work, total_rounds=7))
+    assert whats(driven(method, engine, 7)[-1]) == [(2, "cut")]
+
+
+def test_a_number_of_clusters_that_was_asked_for_is_kept():
+    states = driven(Coterie(warmup=1, num_clusters=2), mock(20.0, PAYS), 7)
+    assert whats(states[-1]) == [(2, "cut")]
+
+
+def test_nobody_signs_and_tries_in_one_round():
+    """Two parts that were cut in round 4 are due after round 7; but in round 8 clients sign."""
+    method, engine = Coterie(warmup=1), mock(20.0)
+    state = driven(method, engine, 2)[-1]
+    state = replace(state, made_in=torch.tensor([4, 4]), doubt=9.0)
+    compared = []
+    for number in (6, 7, 8):
+        engine.begin(number, "round")
+        compared.append(len(method._with_comparisons(state, engine).proposals))
+    assert method._signs_in(state, 8, 20)
+    assert compared == [0, 0, 1]
 
 
 # ---- a whole run with trials ----

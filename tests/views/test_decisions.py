@@ -56,7 +56,15 @@ def looked_at(number: int, cluster: int, z: float, q: float, **more: Any) -> dic
             {"round": 3, "what": "removed", "clusters": [1, 4]},
             "Round 3: clusters 1, 4 were empty and removed; the others are numbered anew.",
         ),
-        ({"round": 3, "what": "merged", "clusters": [1, 4], "z": 0.2}, "Round 3: merged, clusters 1, 4, z = 0.2."),
+        (
+            {"round": 6, "what": "merged", "clusters": [1, 4], "sizes": [7, 3], "t": 1.42},
+            "Round 6: clusters 1, 4 were merged (7, 3 clients) after a trial, t = 1.4; the others are numbered anew.",
+        ),
+        (
+            {"round": 6, "what": "apart", "clusters": [0, 2], "sizes": [7, 3], "t": 9.28},
+            "Round 6: clusters 0, 2 were not merged after a trial, t = 9.3.",
+        ),
+        ({"round": 3, "what": "joined", "clusters": [1, 4], "z": 0.2}, "Round 3: joined, clusters 1, 4, z = 0.2."),
     ],
 )
 def test_a_decision_in_words(decision: dict[str, Any], text: str):

@@ -76,12 +76,14 @@ class Decision(TypedDict, total=False):
     """What a method decided about its clusters, and why."""
 
     round: int
-    what: str  # cut, proposed (it is tried in the next round), refused, move, or removed because it was empty
-    clusters: list[int]  # the parts of a cut, of which the first had the number before; or the cluster looked at
+    what: str  # cut, proposed (it is tried in the next round), refused, merged, apart (not merged after a trial),
+    # move, or removed because it was empty
+    clusters: list[int]  # the parts of a cut, of which the first had the number before; the cluster looked at; or two
+    # that were compared, of which the first has the members of both if they were merged
     sizes: list[int]  # clients in each part, as far as they gave evidence
     z: float  # evidence; see parts/kinds.py
     q: float  # benefit
-    t: float  # gain of the members that tried a cut, in standard errors
+    t: float  # gain of the members that tried a cut, or from staying apart, in standard errors
     signed_at: str  # the model at which clients signed
     moves: list[Move]
     loss_rose: int  # how many of those who moved had reported that their loss rose

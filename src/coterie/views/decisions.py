@@ -11,7 +11,7 @@ Found = Mapping[str, Any]  # a `Decision`, perhaps read from a file
 ABOUT = {
     "z": "evidence that the parts differ, in standard deviations of noise",
     "q": "benefit of separate models divided by their cost; 1 means break-even",
-    "t": "gain of the clients that tried the cut for a round, in standard errors",
+    "t": "gain of the clients that tried separate models for a round, in standard errors",
 }
 _INFINITE = 1e9  # files have no infinity
 _SHOWN = 8  # numbers that are listed one by one
@@ -65,7 +65,7 @@ def sentences(decisions: Sequence[Found], most: int | None = None) -> list[str]:
     for (what, _), group in itertools.groupby(told, key=lambda one: (one["what"], "t" in one)):
         some = list(group)
         texts = [_refusals(some)] if what == "refused" and len(some) > 1 else map(sentence, some)
-        found += [({"cut": 0, "refused": 2}.get(what, 1), text) for text in texts]
+        found += [({"cut": 0, "refused": 2, "apart": 2}.get(what, 1), text) for text in texts]
     if most is None or len(found) <= most:
         return [text for _, text in found]
     kept = sorted(sorted(range(len(found)), key=lambda i: (found[i][0], -i))[: most - 1])
@@ -87,6 +87,12 @@ def sentence(decision: Found) -> str:
         text = f"members of {cluster} try a cut into {len(sizes)} {parts}{_evidence(decision)}"
     elif what == "refused":
         text = f"{cluster} was not cut {parts}{tried}{_evidence(decision)}"
+    elif what == "merged":
+        text = (
+            f"{_named(clusters)} were merged {parts} after a trial{_evidence(decision)}; the others are numbered anew"
+        )
+    elif what == "apart":
+        text = f"{_named(clusters)} were not merged after a trial{_evidence(decision)}"
     elif what == "move":
         text = _moved(decision)
     elif what == "removed":

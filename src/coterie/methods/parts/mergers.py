@@ -75,7 +75,7 @@ def with_mergers(
     clients, own, tried = verdicts
     plain = len(SHIFTS)  # mixes without a client's own model, which would hide the center
     gone = torch.zeros(state.num_clusters, dtype=torch.bool)
-    for proposal in proposals:
+    for proposal in sorted(proposals, key=lambda proposal: -proposal["clusters"][1]):  # the order of the new numbers
         one, other = proposal["clusters"]
         labels = state.labels[clients]
         groups = [labels == one, labels == other]

@@ -33,7 +33,7 @@ MOST_ROUNDS = 400  # points of a curve
 MOST_BUBBLES = 120  # clients; the labels of more are shown as a heat map
 MOST_SLICES = 240  # columns of a heat map
 MOST_FAILURES = 200  # listed one by one
-MOST_DECISIONS = 500  # in the table; of more, refused cuts are left out
+MOST_DECISIONS = 500  # in the table; of more, refused cuts and mergers are left out
 MOST_MOVES = 12  # sentences
 MOST_CLASSES = 62
 _ENVIRONMENT = ("coterie", "python", "torch", "platform", "threads", "gpu", "date", "digest")
@@ -333,12 +333,12 @@ def _decisions(run: RunData) -> Payload | None:
         return None
     shown = without_repeats(run.decisions)
     if len(shown) > MOST_DECISIONS:
-        shown = [decision for decision in shown if decision["what"] != "refused"][:MOST_DECISIONS]
+        shown = [decision for decision in shown if decision["what"] not in ("refused", "apart")][:MOST_DECISIONS]
     return {
         "kinds": kinds_found(len(run.sizes[-1])),
         "about": " ".join(legend(run.decisions)),
         "tree": tree_of(run.decisions, run.sizes[-1]),
-        "moves": sentences([one for one in run.decisions if one["what"] in ("move", "removed")], MOST_MOVES),
+        "moves": sentences([one for one in run.decisions if one["what"] in ("move", "removed", "merged")], MOST_MOVES),
         "rows": [
             [
                 *(decision["round"], decision["what"]),

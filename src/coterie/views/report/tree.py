@@ -14,7 +14,7 @@ def tree_of(decisions: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> Nod
     """The cuts from one cluster of all clients to clusters of these sizes; None if they do not lead there.
 
     A node is a cut (round, z, text, parts, and as `size` the clients that gave evidence), a cluster of the end
-    (cluster, size), or one that was removed (the round).
+    (cluster, size), or one that was removed, or merged with another (the round).
 
     >>> tree_of([{"round": 4, "what": "cut", "clusters": [0, 1], "sizes": [2, 1], "z": 20.5}], [3, 1])["parts"]
     [{'cluster': 0, 'size': 3}, {'cluster': 1, 'size': 1}]
@@ -37,6 +37,10 @@ def tree_of(decisions: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> Nod
                 if number in numbers:
                     node["removed"] = decision["round"]
             clusters = [node for node in clusters if "removed" not in node]
+        elif decision["what"] == "merged":
+            if len(numbers) != 2 or not 0 <= numbers[0] < numbers[1] < len(clusters):
+                return None
+            clusters.pop(numbers[1])["merged"] = decision["round"]
     if len(clusters) != len(sizes):
         return None
     for number, (node, size) in enumerate(zip(clusters, sizes, strict=True)):

@@ -324,7 +324,7 @@ const Charts = (() => {
     const x = (node) => places[node.depth] * stretch, y = (node) => 18 + high * node.row;
     const thick = (node) => 1.5 + 5 * Math.min(1, node.now / total);
     const stroke = (node) => (node.cluster === undefined ? "var(--c7)" : colour(node.cluster));
-    const branch = (node, d) => draw("path", { class: "mark branch", d, fill: "none", stroke: stroke(node), "stroke-width": thick(node).toFixed(2), "stroke-opacity": 0.55, "stroke-dasharray": node.removed ? "3 3" : null }, svg);
+    const branch = (node, d) => draw("path", { class: "mark branch", d, fill: "none", stroke: stroke(node), "stroke-width": thick(node).toFixed(2), "stroke-opacity": 0.55, "stroke-dasharray": node.removed || node.merged ? "3 3" : null }, svg);
     branch(spec.root, `M0 ${y(spec.root)}H${x(spec.root)}`);
     for (const cut of cuts) for (const part of cut.parts) {
       const from = x(cut), mid = from + bend / 2;
@@ -342,9 +342,9 @@ const Charts = (() => {
       node.addEventListener("pointerleave", untip);
     }
     for (const leaf of leaves) {
-      const gone = leaf.removed !== undefined;
+      const gone = leaf.cluster === undefined;
       draw("path", { class: "mark leaf", d: shape(gone ? 0 : leaf.cluster, x(leaf), y(leaf), 5), fill: gone ? "var(--card)" : colour(leaf.cluster), stroke: gone ? "var(--dim)" : null }, svg);
-      draw("text", { class: gone ? null : "strong", x: x(leaf) + 11, y: y(leaf) + 4, text: gone ? `empty since round ${leaf.removed}` : `${clusterName(leaf.cluster)}: ${counted(leaf.size)}` }, svg);
+      draw("text", { class: gone ? null : "strong", x: x(leaf) + 11, y: y(leaf) + 4, text: gone ? (leaf.merged ? `merged in round ${leaf.merged}` : `empty since round ${leaf.removed}`) : `${clusterName(leaf.cluster)}: ${counted(leaf.size)}` }, svg);
     }
   }
   const counted = (n) => `${n.toLocaleString("en")} client${n === 1 ? "" : "s"}`;
