@@ -86,6 +86,18 @@ def test_cuts_refused_one_after_another_are_one_sentence():
     assert sentences(first[:1]) == [sentence(first[0])]
 
 
+def test_clusters_that_stay_apart_one_after_another_are_one_sentence():
+    pairs = [
+        {"round": number, "what": "apart", "clusters": clusters, "sizes": [5, 5], "t": t}
+        for number, clusters, t in ((6, [2, 3], 92.3), (7, [1, 3], 25.1), (10, [0, 3], 45.0))
+    ]
+    told = "Rounds 6 to 10: clusters 0, 1, 2, 3 were not merged after trials, t from 25."
+    assert sentences(pairs) == [told]
+    assert sentences([looked_at(6, 0, 3.0, 1.0), *pairs[:1]])[1:] == [
+        "Round 6: clusters 2, 3 were not merged after a trial, t = 92."
+    ]
+
+
 def test_a_refusal_on_the_same_evidence_is_not_repeated():
     one, other = looked_at(10, 0, 4.2, 0.3), looked_at(10, 1, 1.0, 0.84)
     news = looked_at(13, 1, 1.1, 0.84)

@@ -53,7 +53,8 @@ def without_repeats(decisions: Iterable[Found]) -> list[Found]:
 def sentences(decisions: Sequence[Found], most: int | None = None) -> list[str]:
     """The decisions in words; of more than `most` sentences those about cuts, then the last ones.
 
-    Cuts refused one after another are one sentence. A proposal is told by its outcome, once there is one.
+    Cuts refused one after another are one sentence, and so are clusters that stayed apart. A proposal is told by its
+    outcome, once there is one.
     """
     outcomes = {(one["round"] - 1, *one["clusters"][:1]) for one in decisions if "t" in one}
     told = [
@@ -64,7 +65,8 @@ def sentences(decisions: Sequence[Found], most: int | None = None) -> list[str]:
     found: list[tuple[int, str]] = []  # rank, sentence
     for (what, _), group in itertools.groupby(told, key=lambda one: (one["what"], "t" in one)):
         some = list(group)
-        texts = [_refusals(some)] if what == "refused" and len(some) > 1 else map(sentence, some)
+        grouped = {"refused": _refusals, "apart": _kept_apart}.get(what) if len(some) > 1 else None
+        texts = [grouped(some)] if grouped else map(sentence, some)
         found += [({"cut": 0, "refused": 2, "apart": 2}.get(what, 1), text) for text in texts]
     if most is None or len(found) <= most:
         return [text for _, text in found]
@@ -144,11 +146,26 @@ def _moved(decision: Found) -> str:
 
 def _refusals(decisions: Sequence[Found]) -> str:
     """Cuts that were refused one after another, as one sentence."""
-    first, last = decisions[0]["round"], decisions[-1]["round"]
-    when = f"Round {first}" if first == last else f"Rounds {first} to {last}"
-    clusters = sorted({cluster for decision in decisions for cluster in decision.get("clusters") or []})
+    clusters = _all_clusters(decisions)
     verb = "was" if len(clusters) == 1 else "were"
     tried = " after a trial" if "t" in decisions[0] else ""
     largest = {name: max((one[name] for one in decisions if name in one), default=None) for name in ABOUT}
     evidence = "".join(f", {name} up to {number(value)}" for name, value in largest.items() if value is not None)
-    return f"{when}: {_named(clusters)} {verb} not cut{tried}{evidence}."
+    return f"{_when(decisions)}: {_named(clusters)} {verb} not cut{tried}{evidence}."
+
+
+def _kept_apart(decisions: Sequence[Found]) -> str:
+    """Clusters that were compared one pair after another and not merged, as one sentence."""
+    least = min(decision["t"] for decision in decisions)
+    return (
+        f"{_when(decisions)}: {_named(_all_clusters(decisions))} were not merged after trials, t from {number(least)}."
+    )
+
+
+def _when(decisions: Sequence[Found]) -> str:
+    first, last = decisions[0]["round"], decisions[-1]["round"]
+    return f"Round {first}" if first == last else f"Rounds {first} to {last}"
+
+
+def _all_clusters(decisions: Sequence[Found]) -> list[int]:
+    return sorted({cluster for decision in decisions for cluster in decision.get("clusters") or []})
