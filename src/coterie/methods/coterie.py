@@ -10,8 +10,10 @@ The method for clients of which nothing is known. It costs FedAvg's bytes and as
    time later signs then, and joins the nearest kind.
 3. In some later rounds clients sign at their own centers: a model that has learnt more shows smaller differences. A
    cluster with several kinds is cut, and its parts start from the means of their members' models.
-4. A client whose held-out loss rises signs again and moves, or chooses a center by its loss (`parts/guard.py`).
-5. Clients train with their label proportions taken out. Each is served with a mix of its center, adjusted to its label
+4. Some rounds after a cut, members compare their center with the mean of it and the nearest one. Clusters that one
+   model serves as well are merged (`parts/mergers.py`).
+5. A client whose held-out loss rises signs again and moves, or chooses a center by its loss (`parts/guard.py`).
+6. Clients train with their label proportions taken out. Each is served with a mix of its center, adjusted to its label
    proportions, and the model that it trained last, as its held-out samples prefer (`parts/personal.py`).
 
 Every decision is recorded with its evidence.
@@ -44,7 +46,7 @@ from coterie.methods.parts.guard import rechosen, with_misplaced
 from coterie.methods.parts.halves import coarsened, halves_shape, sign_at
 from coterie.methods.parts.kinds import CLEAR, WORTH
 from coterie.methods.parts.member import train_member, try_member
-from coterie.methods.parts.mergers import with_comparisons
+from coterie.methods.parts.mergers import COMPARED, with_comparisons
 from coterie.methods.parts.personal import (
     NUM_MIXES,
     balance_of,
@@ -141,7 +143,7 @@ class Coterie(SignedMethod[CoterieState]):
         state = self._placed(state, engine, cohort, rng.at("place"))
         is_signing = self._signs_now(state, engine)
         has_news = is_signing or not torch.equal(has_signature(state), signed)
-        update = Update(self, state, engine, keep=has_news or bool(state.proposals))
+        update = Update(self, state, engine, keep=has_news or any(one["what"] != COMPARED for one in state.proposals))
         for chunk in self._train(state, engine, cohort[state.labels[cohort] >= 0], is_signing, rng):
             update.add(chunk)
         state, alarmed = update.unaveraged(), update.alarms.clients

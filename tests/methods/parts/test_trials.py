@@ -9,7 +9,7 @@ import torch
 
 from coterie.client.steps import Answer
 from coterie.engines.base import Chunk
-from coterie.methods.parts.trials import Verdicts, least, t_value
+from coterie.methods.parts.trials import Verdicts, of_best_mix, t_value
 
 
 def chunk_of(clients: torch.Tensor, **tensors: torch.Tensor) -> Chunk:
@@ -31,7 +31,7 @@ def test_verdicts_are_those_of_all_chunks_that_tried_something():
 
 
 def test_the_mix_that_is_best_for_all():
-    assert least(torch.tensor([[1.0, 3.0], [9.0, 4.0]])).tolist() == [3, 4]
+    assert of_best_mix(torch.tensor([[1.0, 3.0], [9.0, 4.0]])).tolist() == [3, 4]
 
 
 def test_the_gain_in_standard_errors():

@@ -21,7 +21,7 @@ from coterie.methods.parts.found import FEW, CoterieState, with_shares, with_sig
 from coterie.methods.parts.kinds import SURE, Halves, Kinds, Limits, Noise, find_kinds
 from coterie.methods.parts.mergers import COMPARED, with_mergers
 from coterie.methods.parts.start import by_signature
-from coterie.methods.parts.trials import FEWEST, Verdicts, least, t_value
+from coterie.methods.parts.trials import FEWEST, Verdicts, of_best_mix, t_value
 from coterie.methods.parts.vote import Votes
 
 _MOST_CLUSTERS = 100
@@ -207,7 +207,7 @@ class Update:
         for proposal in cuts:
             cluster = proposal["clusters"][0]
             mine = (state.labels[clients] == cluster) & (tried[clients] >= 0)  # some have moved since they tried
-            t = t_value(least(center[mine]) - least(part[mine]))
+            t = t_value(of_best_mix(center[mine]) - of_best_mix(part[mine]))
             members = ((state.labels == cluster) & (tried >= 0)).nonzero().flatten()
             _, parts = tried[members].unique(return_inverse=True)
             kinds = Kinds(parts, proposal["z"], proposal["q"])

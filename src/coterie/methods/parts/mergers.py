@@ -21,7 +21,7 @@ from torch import Tensor
 from coterie.methods.base import Decision
 from coterie.methods.parts.found import CoterieState, share_of, united, without
 from coterie.methods.parts.personal import SHIFTS
-from coterie.methods.parts.trials import FEWEST, least, t_value
+from coterie.methods.parts.trials import FEWEST, of_best_mix, t_value
 
 COMPARED = "compared"  # what a proposal to merge is called until it is decided
 _AFTER = 3  # rounds that clusters train by themselves before they are compared
@@ -83,7 +83,7 @@ def with_mergers(
         made_in = state.made_in.clone()
         made_in[[one, other]] = 0
         state = replace(state, made_in=made_in)
-        t = max(_preference(least(own[some][:, :plain]), least(tried[some][:, :plain])) for some in groups)
+        t = max(_preference(of_best_mix(own[some][:, :plain]), of_best_mix(tried[some][:, :plain])) for some in groups)
         enough = int(groups[2].sum()) >= FEWEST
         merges = enough and t < _CLEARLY
         if merges:

@@ -34,7 +34,7 @@ class Verdicts:
         return clients, center, tried
 
 
-def least(losses: Tensor) -> Tensor:
+def of_best_mix(losses: Tensor) -> Tensor:
     """The losses [n] of the mix that is best for all, of [n, G]."""
     return losses[:, losses.mean(0).argmin()]
 
