@@ -594,6 +594,7 @@ def three_clusters(engine):
         curves=rows.expand(3, NUM_MIXES),
         shares=rows.expand(3, 2),
         made_in=torch.tensor([7, 8, 9]),
+        due_in=torch.tensor([10, 0, 12]),
         merged=torch.tensor([False, True, False]),
         labels=torch.arange(SIDE) % 3,
     )
@@ -613,6 +614,7 @@ def test_the_parts_of_a_cut_are_served_as_they_are():
     assert after.behind.tolist() == [4, 0, 6, 0, 0]
     assert after.curves[:, 0].tolist() == [1, 2, 3, 2, 2]
     assert after.made_in.tolist() == [7, 5, 9, 5, 5]
+    assert after.due_in.tolist() == [10, 8, 12, 8, 8]
     assert after.merged.tolist() == [False] * 5
 
 
@@ -908,7 +910,7 @@ def test_clusters_that_all_have_left_are_removed():
     method, engine = Coterie(), mock(gap=0.0)
     state = replace(three_clusters(engine), labels=torch.tensor([0, 2] * 9 + [-1, 2]))
     after = method._without_empty(state, engine)
-    for name in ("centers", "served", "behind", "curves", "shares", "made_in", "merged"):
+    for name in ("centers", "served", "behind", "curves", "shares", "made_in", "due_in", "merged"):
         assert torch.equal(getattr(after, name), getattr(state, name)[[0, 2]]), name
     assert after.labels.tolist() == [0, 1] * 9 + [-1, 1]
     assert after.decisions[-1]["clusters"] == [1]
@@ -918,7 +920,7 @@ def test_clusters_that_all_have_left_are_removed():
 # ---- mergers ----
 
 
-@pytest.mark.parametrize(("gains", "what"), [(COSTS, "merged"), (PAYS, "merged"), (-PAYS, "apart")])
+@pytest.mark.parametrize(("gains", "what"), [(COSTS + 1e-6, "merged"), (PAYS, "merged"), (-PAYS, "apart")])
 def test_parts_that_one_model_serves_as_well_are_merged(gains, what):
     """Here gains are what the mean of both centers would spare each member."""
     states = driven(Coterie(warmup=1), mock(20.0, gains), 6)
@@ -932,7 +934,7 @@ def test_parts_that_one_model_serves_as_well_are_merged(gains, what):
 @pytest.mark.parametrize(("errors", "what"), [(4.0, "cut"), (2.0, "refused")])
 def test_a_merged_cluster_is_cut_only_if_a_trial_shows_it_clearly(errors, what):
     """The evidence for the same cut is as strong in round 8; now it is tried, and has to pay by three errors."""
-    states = driven(Coterie(warmup=1), mock(20.0, COSTS), 7)
+    states = driven(Coterie(warmup=1), mock(20.0, COSTS + 1e-6), 7)
     gains = COSTS + errors * COSTS.std() / math.sqrt(SIDE)
     after = driven(Coterie(warmup=1), mock(20.0, gains), 2, states[-1], first=8)[-1]
     assert whats(after) == [(2, "cut"), (6, "merged"), (8, "proposed"), (9, what)]
@@ -955,7 +957,7 @@ def test_nobody_signs_and_tries_in_one_round():
     """Two parts that were cut in round 4 are due after round 7; but in round 8 clients sign."""
     method, engine = Coterie(warmup=1), mock(20.0)
     state = driven(method, engine, 2)[-1]
-    state = replace(state, made_in=torch.tensor([4, 4]), doubt=9.0)
+    state = replace(state, due_in=torch.tensor([7, 7]), doubt=9.0)
     compared = []
     for number in (6, 7, 8):
         engine.begin(number, "round")

@@ -106,6 +106,7 @@ class Coterie(SignedMethod[CoterieState]):
             tried=torch.full((engine.num_clients,), -1, dtype=torch.int64),
             trials=engine.initial().unsqueeze(0)[:0],
             made_in=torch.zeros(1, dtype=torch.int64),
+            due_in=torch.zeros(1, dtype=torch.int64),
             merged=torch.zeros(1, dtype=torch.bool),
         )
 

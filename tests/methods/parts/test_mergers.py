@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -36,6 +37,7 @@ def state_of(places: list[float], **more: object) -> CoterieState:
         tried=torch.full_like(labels, -1),
         trials=torch.empty(0, 3),
         made_in=torch.full((count,), 2),
+        due_in=torch.full((count,), 5),
         merged=torch.zeros(count, dtype=torch.bool),
     )
     return replace(made, **more)  # type: ignore[arg-type]
@@ -59,9 +61,9 @@ def test_each_is_compared_with_the_nearest_and_no_cluster_twice():
 
 
 def test_a_new_cluster_is_compared_with_an_old_one_too():
-    old = torch.tensor([0, 0, 4])
-    assert pairs(state_of([0.0, 9.0, 7.0], made_in=old), 6) == []
-    assert pairs(state_of([0.0, 9.0, 7.0], made_in=old), 7) == [[1, 2]]
+    due = torch.tensor([0, 0, 7])
+    assert pairs(state_of([0.0, 9.0, 7.0], due_in=due), 6) == []
+    assert pairs(state_of([0.0, 9.0, 7.0], due_in=due), 7) == [[1, 2]]
 
 
 def test_the_least_number_of_clusters_is_kept():
@@ -112,12 +114,11 @@ SMALL = state_of([0.0, 1.0, 9.0])
 @pytest.mark.parametrize(
     ("extra", "what"),
     [
-        (NOISE, "merged"),  # as good
+        (torch.zeros(12), "merged"),  # as good
         (NOISE - 0.3, "merged"),  # better
         (NOISE + 0.3, "apart"),
         (torch.where(torch.arange(12) < 6, NOISE + 0.3, NOISE - 0.3), "apart"),  # worse for one cluster
         (torch.where(torch.arange(12) == 3, -1e6, NOISE.abs() + 0.1), "apart"),  # one says the contrary, loudly
-        (torch.where(torch.arange(12) == 3, 1e6, NOISE), "merged"),  # as loudly, and alone
     ],
 )
 def test_clusters_are_merged_unless_members_clearly_prefer_their_own(extra: Tensor, what: str):
@@ -137,20 +138,34 @@ def test_own_models_do_not_hide_the_center():
 def test_of_a_few_members_the_size_of_the_loss_decides(extra: float, what: str):
     """Cluster 1 has two members."""
     labels = torch.tensor([0] * 10 + [1] * 2 + [2] * 6)
-    after = judged(replace(SMALL, labels=labels), torch.cat([NOISE[:10] - NOISE[:10].mean(), torch.full((2,), extra)]))
+    better = NOISE[:10] - NOISE[:10].mean() - 0.05
+    after = judged(replace(SMALL, labels=labels), torch.cat([better, torch.full((2,), extra)]))
     assert after.decisions[0]["what"] == what
 
 
 def test_if_too_few_answer_nothing_is_merged():
     after = judged(SMALL, NOISE[:3] - 0.3)
     assert after.decisions[0]["what"] == "apart"
-    assert after.made_in.tolist() == [0, 0, 2]
 
 
-def test_clusters_are_compared_once():
+def test_clusters_that_clearly_differ_are_compared_once():
     after = judged(SMALL, NOISE + 0.3)
-    assert after.made_in.tolist() == [0, 0, 2]
+    assert after.due_in.tolist() == [0, 0, 5]
     assert pairs(after) == [[1, 2]]  # cluster 2 has not been compared
+
+
+def test_those_that_differ_a_little_are_compared_again_when_they_are_twice_as_old():
+    """They were made in round 2; in round 6 the mean is worse by one standard error."""
+    worse = NOISE + NOISE.std() / math.sqrt(len(NOISE))
+    after = judged(replace(SMALL, due_in=torch.tensor([5, 0, 5])), worse)
+    assert after.decisions[0]["what"] == "apart"
+    assert after.due_in.tolist() == [10, 0, 5]
+    assert judged(replace(SMALL, merged=after.merged), worse, 11).due_in.tolist() == [20, 20, 5]
+
+
+def test_one_member_with_an_enormous_loss_merges_nothing():
+    after = judged(SMALL, torch.where(torch.arange(12) == 3, 1e6, NOISE))
+    assert after.decisions[0]["what"] == "apart"
 
 
 def test_several_mergers_of_one_round():
@@ -163,6 +178,7 @@ def test_several_mergers_of_one_round():
     assert after.centers[:, 0].tolist() == [0.5, 20.5]
     assert after.labels.tolist() == [0] * 6 + [1] * 12 + [0] * 6
     assert after.made_in.tolist() == [6, 6]
+    assert after.due_in.tolist() == [9, 9]
     assert after.merged.tolist() == [True, True]
 
 
@@ -177,6 +193,7 @@ def test_a_merged_cluster_is_the_mean_of_both():
     assert both.curves[:, 0].tolist() == [1.75, 2, 10]
     assert both.behind.tolist() == [9, 5, 6]
     assert both.made_in.tolist() == [6, 2, 2]
+    assert both.due_in.tolist() == [9, 5, 5]
     assert both.merged.tolist() == [True, False, False]
     assert both.labels.tolist() == [0] * 12 + [2] * 6
     assert SMALL.behind.tolist() == [4, 5, 6]

@@ -17,7 +17,7 @@ from coterie.engines.base import Chunk, Engine
 from coterie.methods.base import Decision
 from coterie.methods.parts.averaging import Average, fits_in_memory
 from coterie.methods.parts.centers import Alarms, has_signature
-from coterie.methods.parts.found import FEW, CoterieState, with_shares, with_signatures
+from coterie.methods.parts.found import FEW, CoterieState, made, with_shares, with_signatures
 from coterie.methods.parts.kinds import SURE, Halves, Kinds, Limits, Noise, find_kinds
 from coterie.methods.parts.mergers import COMPARED, with_mergers
 from coterie.methods.parts.start import by_signature
@@ -265,11 +265,7 @@ class Update:
             labels=labels,
             curves=torch.cat([state.curves, state.curves[more]]),
         )
-        made_in = torch.cat([state.made_in, state.made_in.new_zeros(len(more))])
-        made_in[numbers] = self._engine.round
-        merged = torch.cat([state.merged, state.merged.new_zeros(len(more))])
-        merged[numbers] = False
-        state = replace(state, made_in=made_in, merged=merged)
+        state = made(state, numbers, self._engine.round, merged=False)
         doubt = by_signature(state)[1] & (labels >= 0)  # they choose by loss
         inside = torch.zeros_like(doubt).index_fill(0, members, True)
         return self._decided(replace(state, pending=state.pending | (doubt & inside)), "cut", numbers.tolist(), kinds)

@@ -14,6 +14,7 @@ from coterie.methods.parts.centers import CenterState
 from coterie.methods.parts.personal import label_prior
 
 FEW = 10  # models: a center of fewer is served as a mean over rounds
+_AFTER = 3  # rounds that clusters train by themselves before they are compared
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,10 @@ class CoterieState(CenterState):
     proposals: list[Decision] = field(default_factory=list)  # the cuts and mergers that are tried in this round
     made_in: Tensor = field(
         default_factory=lambda: torch.empty(0, dtype=torch.int64)
-    )  # [K] round of the cut or merger that made the cluster; 0: none, or it has been compared since
+    )  # [K] round of the cut or merger that made the cluster; 0: none
+    due_in: Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.int64)
+    )  # [K] round after which the cluster is to be compared with the nearest one; 0: never
     merged: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [K] made by a merger
 
     def with_more_clients(self, count: int) -> Self:
@@ -67,6 +71,7 @@ def without(state: CoterieState, gone: Tensor) -> CoterieState:
         curves=state.curves[there],
         shares=state.shares[there],
         made_in=state.made_in[left],
+        due_in=state.due_in[left],
         merged=state.merged[left],
         labels=torch.where(state.labels >= 0, numbers[state.labels.clamp_min(0)], state.labels),
     )
@@ -83,8 +88,7 @@ def united(state: CoterieState, one: int, other: int, number: int) -> CoterieSta
 
     behind = state.behind.clone()
     behind[one] = (behind[one] + behind[other]).clamp_max(FEW)
-    made_in, merged = state.made_in.clone(), state.merged.clone()
-    made_in[one], merged[one] = number, True
+    state = made(state, torch.tensor([one]), number, merged=True)
     known = bool((state.curves[[one, other]] != 0).any(1).all())  # a curve of zeros is unknown
     return replace(
         state,
@@ -92,10 +96,18 @@ def united(state: CoterieState, one: int, other: int, number: int) -> CoterieSta
         served=mean(state.served),
         curves=mean(state.curves) if known else state.curves,
         behind=behind,
-        made_in=made_in,
-        merged=merged,
         labels=torch.where(state.labels == other, one, state.labels),
     )
+
+
+def made(state: CoterieState, clusters: Tensor, number: int, merged: bool) -> CoterieState:
+    """The state in which these clusters [m], of which some may be new, were made in round `number`."""
+    more = max(0, int(clusters.max()) + 1 - len(state.made_in))
+    made_in, due_in, was_merged = (
+        torch.nn.functional.pad(rows, (0, more)).index_fill(0, clusters, value)
+        for rows, value in ((state.made_in, number), (state.due_in, number + _AFTER), (state.merged, merged))
+    )
+    return replace(state, made_in=made_in, due_in=due_in, merged=was_merged)
 
 
 def share_of(state: CoterieState, one: int, other: int) -> float:

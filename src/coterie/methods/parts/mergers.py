@@ -5,9 +5,10 @@ different, although one model would come to serve them all; and a trial of one r
 shows: where clients are of different kinds, the mean of the two centers serves either of them clearly worse than their
 own. Where they are not, it serves them as well or better, since it has learnt from more samples.
 
-So the parts of a cut are compared once, with the nearest cluster each. The members get the mean of the two centers
-for a round and tell its loss on held-out samples, as with a cut that is tried. The clusters stay apart if the members
-of both together, or those of one of them, do clearly better with their own centers.
+So the parts of a cut are compared with the nearest cluster each. The members get the mean of the two centers for a
+round and tell its loss on held-out samples, as with a cut that is tried. The clusters stay apart if the members of both
+together, or those of one of them, do clearly better with their own centers. They are merged if the mean is no worse for
+the members on average. Otherwise they are compared again when they are twice as old: of kinds, the difference grows.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from coterie.methods.parts.personal import SHIFTS
 from coterie.methods.parts.trials import FEWEST, of_best_mix, t_value
 
 COMPARED = "compared"  # what a proposal to merge is called until it is decided
-_AFTER = 3  # rounds that clusters train by themselves before they are compared
 _CLEARLY = 2.0  # standard errors by which members must do better with their own center
 _WORSE = 0.05  # share by which the loss of fewer members than `FEWEST` must be lower with their own center
 
@@ -52,7 +52,7 @@ def with_comparisons(state: CoterieState, number: int, participation: float, lea
 def _pairs(state: CoterieState, number: int) -> list[tuple[int, int]]:
     """Each cluster that is to be compared, with the one whose center is nearest; no cluster twice, near ones first."""
     sizes = state.labels[state.labels >= 0].bincount(minlength=state.num_clusters)
-    due = (state.made_in > 0) & (state.made_in + _AFTER <= number) & (sizes > 0)
+    due = (state.due_in > 0) & (state.due_in <= number) & (sizes > 0)
     if not bool(due.any()):
         return []
     apart = torch.cdist(state.centers, state.centers).cpu().nan_to_num(nan=torch.inf)
@@ -78,21 +78,31 @@ def with_mergers(
     for proposal in sorted(proposals, key=lambda proposal: -proposal["clusters"][1]):  # the order of the new numbers
         one, other = proposal["clusters"]
         labels = state.labels[clients]
-        groups = [labels == one, labels == other]
-        groups.append(groups[0] | groups[1])
-        made_in = state.made_in.clone()
-        made_in[[one, other]] = 0
-        state = replace(state, made_in=made_in)
-        t = max(_preference(of_best_mix(own[some][:, :plain]), of_best_mix(tried[some][:, :plain])) for some in groups)
-        enough = int(groups[2].sum()) >= FEWEST
-        merges = enough and t < _CLEARLY
+        both = (labels == one) | (labels == other)
+        groups = [
+            (of_best_mix(own[some][:, :plain]), of_best_mix(tried[some][:, :plain]))
+            for some in (both, labels == one, labels == other)
+        ]
+        t = max(_preference(*losses) for losses in groups)
+        merges = t < _CLEARLY and int(both.sum()) >= FEWEST and float((groups[0][1] - groups[0][0]).sum()) <= 0
         if merges:
             state = united(state, one, other, number)
             gone[other] = True
+        else:
+            state = _after_comparison(state, [one, other], number, again=t < _CLEARLY)
         decision = Decision(round=number, what="merged" if merges else "apart", clusters=[one, other])
         decision |= {"sizes": proposal["sizes"], "t": round(t, 2)}
         state = replace(state, decisions=[*state.decisions, decision])
     return without(state, gone) if bool(gone.any()) else state
+
+
+def _after_comparison(state: CoterieState, pair: list[int], number: int, again: bool) -> CoterieState:
+    """The state in which clusters are not compared again, or when they are twice as old."""
+    due_in = state.due_in.clone()
+    for cluster in pair:
+        if due_in[cluster]:
+            due_in[cluster] = 2 * number - int(state.made_in[cluster]) if again else 0
+    return replace(state, due_in=due_in)
 
 
 def _preference(own: Tensor, tried: Tensor) -> float:
