@@ -114,7 +114,7 @@ SMALL = state_of([0.0, 1.0, 9.0])
 @pytest.mark.parametrize(
     ("extra", "what"),
     [
-        (torch.zeros(12), "merged"),  # as good
+        (NOISE, "merged"),  # as good
         (NOISE - 0.3, "merged"),  # better
         (NOISE + 0.3, "apart"),
         (torch.where(torch.arange(12) < 6, NOISE + 0.3, NOISE - 0.3), "apart"),  # worse for one cluster
@@ -155,8 +155,8 @@ def test_clusters_that_clearly_differ_are_compared_once():
 
 
 def test_those_that_differ_a_little_are_compared_again_when_they_are_twice_as_old():
-    """They were made in round 2; in round 6 the mean is worse by one standard error."""
-    worse = NOISE + NOISE.std() / math.sqrt(len(NOISE))
+    """They were made in round 2; in round 6 the mean is worse by 1.2 standard errors."""
+    worse = NOISE + 1.2 * NOISE.std() / math.sqrt(len(NOISE))
     after = judged(replace(SMALL, due_in=torch.tensor([5, 0, 5])), worse)
     assert after.decisions[0]["what"] == "apart"
     assert after.due_in.tolist() == [10, 0, 5]

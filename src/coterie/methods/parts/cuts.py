@@ -21,11 +21,10 @@ from coterie.methods.parts.found import FEW, CoterieState, made, with_shares, wi
 from coterie.methods.parts.kinds import SURE, Halves, Kinds, Limits, Noise, find_kinds
 from coterie.methods.parts.mergers import COMPARED, with_mergers
 from coterie.methods.parts.start import by_signature
-from coterie.methods.parts.trials import FEWEST, Verdicts, of_best_mix, t_value
+from coterie.methods.parts.trials import BETTER, FEWEST, Verdicts, of_best_mix, t_value
 from coterie.methods.parts.vote import Votes
 
 _MOST_CLUSTERS = 100
-_BETTER = 1.0  # gain, in standard errors, that makes a tried cut
 _PROOF = 3.0  # of a cluster that was merged, and whose parts one model served as well before
 _ENOUGH = 16  # clients that must have signed before kinds are looked for, or all
 _RECENT = 0.25  # of the rounds since it was made count for a center of few models: older models are worse
@@ -211,7 +210,7 @@ class Update:
             members = ((state.labels == cluster) & (tried >= 0)).nonzero().flatten()
             _, parts = tried[members].unique(return_inverse=True)
             kinds = Kinds(parts, proposal["z"], proposal["q"])
-            if t >= (_PROOF if bool(state.merged[cluster]) else _BETTER):
+            if t >= (_PROOF if bool(state.merged[cluster]) else BETTER):
                 state = self._cut(state, cluster, members, kinds)
             else:
                 state = self._decided(state, "refused", [cluster], kinds)

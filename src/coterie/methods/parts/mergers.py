@@ -7,8 +7,8 @@ own. Where they are not, it serves them as well or better, since it has learnt f
 
 So the parts of a cut are compared with the nearest cluster each. The members get the mean of the two centers for a
 round and tell its loss on held-out samples, as with a cut that is tried. The clusters stay apart if the members of both
-together, or those of one of them, do clearly better with their own centers. They are merged if the mean is no worse for
-the members on average. Otherwise they are compared again when they are twice as old: of kinds, the difference grows.
+together, or those of one of them, do clearly better with their own centers. They are merged if their members do not
+gain what a cut that is tried must gain. In between they are compared again when they are twice as old.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from coterie.methods.base import Decision
 from coterie.methods.parts.found import CoterieState, share_of, united, without
 from coterie.methods.parts.personal import SHIFTS
-from coterie.methods.parts.trials import FEWEST, of_best_mix, t_value
+from coterie.methods.parts.trials import BETTER, FEWEST, of_best_mix, t_value
 
 COMPARED = "compared"  # what a proposal to merge is called until it is decided
 _CLEARLY = 2.0  # standard errors by which members must do better with their own center
@@ -84,7 +84,8 @@ def with_mergers(
             for some in (both, labels == one, labels == other)
         ]
         t = max(_preference(*losses) for losses in groups)
-        merges = t < _CLEARLY and int(both.sum()) >= FEWEST and float((groups[0][1] - groups[0][0]).sum()) <= 0
+        pays = t_value(groups[0][1] - groups[0][0]) >= BETTER
+        merges = t < _CLEARLY and not pays and int(both.sum()) >= FEWEST
         if merges:
             state = united(state, one, other, number)
             gone[other] = True

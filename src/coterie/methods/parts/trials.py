@@ -8,6 +8,7 @@ from torch import Tensor
 from coterie.engines.base import Chunk
 
 FEWEST = 4  # members that must have tried a model
+BETTER = 1.0  # gain, in standard errors, from which separate models pay
 
 
 class Verdicts:
