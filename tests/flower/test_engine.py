@@ -86,6 +86,20 @@ def test_every_method_gives_what_the_loop_gives(name, tmp_path):
     assert memories(tmp_path) == before  # an evaluation only reads what clients remember
 
 
+def test_clusters_are_compared_over_messages_as_in_the_loop(tmp_path):
+    """Members that try a merger also watch their loss and vote."""
+    method = find_algorithm("coterie")(num_clusters="1-2", warmup=0, clear=0.1, worth=0.0, vote=True)
+    setup = setup_of(method, ragged_federation(), schedule=Schedule(rounds=8))
+    engine, _ = engine_over(tmp_path, setup.task(), setup.federation())
+    ours = run_over(setup, engine, rounds=8)
+    theirs = run_over(
+        setup, make_engine("loop", setup.task(), setup.federation(), "cpu", {"precision": "float64"}), rounds=8
+    )
+    assert {"merged", "apart"} & {decision["what"] for decision in ours.state.decisions}
+    assert engine.failures == []
+    assert_same_rows(ours, theirs)
+
+
 VARIANTS = {
     "ifca with gradients": ("ifca", {"average_of": "gradients", "init": "paper"}),
     "fesem with a proximal term": ("fesem", {"prox": 0.1, "prox_scale": "paper", "init": "random"}),
