@@ -93,6 +93,8 @@ def test_clusters_that_stay_apart_one_after_another_are_one_sentence():
     ]
     told = "Rounds 6 to 10: clusters 0, 1, 2, 3 were not merged after trials, t from 25."
     assert sentences(pairs) == [told]
+    untold = [{key: value for key, value in pair.items() if key != "t"} for pair in pairs]  # a damaged file
+    assert sentences(untold) == ["Rounds 6 to 10: clusters 0, 1, 2, 3 were not merged after trials."]
     assert sentences([looked_at(6, 0, 3.0, 1.0), *pairs[:1]])[1:] == [
         "Round 6: clusters 2, 3 were not merged after a trial, t = 92."
     ]

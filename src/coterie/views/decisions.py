@@ -156,10 +156,9 @@ def _refusals(decisions: Sequence[Found]) -> str:
 
 def _kept_apart(decisions: Sequence[Found]) -> str:
     """Clusters that were compared one pair after another and not merged, as one sentence."""
-    least = min(decision["t"] for decision in decisions)
-    return (
-        f"{_when(decisions)}: {_named(_all_clusters(decisions))} were not merged after trials, t from {number(least)}."
-    )
+    least = min((decision["t"] for decision in decisions if "t" in decision), default=None)
+    evidence = "" if least is None else f", t from {number(least)}"
+    return f"{_when(decisions)}: {_named(_all_clusters(decisions))} were not merged after trials{evidence}."
 
 
 def _when(decisions: Sequence[Found]) -> str:
