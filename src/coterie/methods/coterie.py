@@ -1,6 +1,6 @@
 """Coterie: finds the kinds of clients and their number, trains a model for each, and personalises it.
 
-The method for clients of which nothing is known. It costs about FedAvg's bytes, and asks only clients of a round's cohort.
+The method for clients of which nothing is known. It costs about FedAvg's bytes and asks only a round's cohort.
 
 1. For `warmup` rounds it is FedAvg: one center.
 2. Then clients sign, once each: per class, the mean gradient of their samples at the center of that round, in two
